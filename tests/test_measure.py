@@ -60,11 +60,10 @@ def test_calls_are_interleaved_and_a_failing_one_leaves_the_others() -> None:
 
 
 def test_all_have_the_same_rounds_but_what_is_too_slow_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "CASE_MS", 100.0)
-    assert measure._rounds({"a": 5.0, "b": 1e-4}) == {"a": 5, "b": 5}
-    assert measure._rounds({"a": 90.0, "b": 1e-4}) == {"a": 3, "b": 5}
-    assert measure._rounds({"b": 1e-4}) == {"b": 5}
-    assert measure._rounds({}) == {}
+    assert measure._rounds({"a": 5.0, "b": 1e-4}, 100.0) == {"a": 5, "b": 5}
+    assert measure._rounds({"a": 90.0, "b": 1e-4}, 100.0) == {"a": 3, "b": 5}
+    assert measure._rounds({"b": 1e-4}, 100.0) == {"b": 5}
+    assert measure._rounds({}, 100.0) == {}
 
 
 # The limit

@@ -34,7 +34,7 @@ from warploom.ops.spec import COMPILED_BRIEFLY, Case
 from warploom.testing.workers import workers
 
 MOST_PROCESSES = 12
-LEAST_UNITS = 16
+LEAST_UNITS = 8
 """Fewer units take less time than processes take to begin."""
 _SIZES = frozenset({"n", "m", "batch", "grid", "prefix"})
 """Parameters that mostly do not decide which kernel runs: cases that differ in these go to one process."""
@@ -169,6 +169,8 @@ def _compile_kernels(work: Sequence[_Work], gpu: str) -> None:
     """Compile what our providers launch on a GPU, which this process does not use."""
     from triton.backends.compiler import GPUTarget
 
+    from warploom.runtime.entry import build_launcher
+
     torch.set_num_threads(1)
     target = GPUTarget("cuda", int(gpu.partition("/")[0].removeprefix("sm_")), 32)
     known = set()
@@ -180,7 +182,7 @@ def _compile_kernels(work: Sequence[_Work], gpu: str) -> None:
                 for key, build in reversed(builds.items()):
                     if key not in known:
                         known.add(key)
-                        build.compile(target)
+                        build_launcher(build.compile(target))
 
 
 def _call_once(work: Sequence[_Work], device: torch.device) -> None:

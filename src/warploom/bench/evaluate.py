@@ -14,9 +14,17 @@ import torch
 from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.graphs import GRAPH, replayed
-from warploom.bench.measure import Clock, Timing, allocated_bytes, peak_bytes, release_memory, time_interleaved
+from warploom.bench.measure import (
+    BRIEF_CASE_MS,
+    Clock,
+    Timing,
+    allocated_bytes,
+    peak_bytes,
+    release_memory,
+    time_interleaved,
+)
 from warploom.bench.records import LIMIT, Record
-from warploom.ops.spec import Bench, Case, Inputs, Outputs, Unsupported
+from warploom.ops.spec import QUICK, Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, as_tuple, compare
 from warploom.testing.conformance import SEED, leaves, make_inputs, upcast
 
@@ -46,6 +54,11 @@ class Unit:
     def replayed(self) -> bool:
         """Whether what is timed is the replay of a captured graph."""
         return self.mode.endswith(GRAPH)
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it belongs to the suite that a person waits for."""
+        return self.suite == QUICK and bool(self.bench.quick)
 
     @property
     def parts(self) -> list[Unit]:
@@ -91,7 +104,7 @@ def evaluate(
         starts[LIMIT] = functools.partial(limits.stream_call, traffic, device, clock)
         if traffic.flops:
             starts[PRODUCT] = functools.partial(limits.product_call, device)
-        timings = _time(starts, device, clock)
+        timings = _time(starts, device, clock, BRIEF_CASE_MS if unit.is_brief else None)
     product = timings.pop(PRODUCT, None)
     if isinstance(product, Timing):
         product = product.scaled(traffic.flops / limits.product_flops(device))
@@ -247,17 +260,17 @@ def _judge(unit: Unit, name: str, subject: _Subject, exact: Tensors, eager: Tens
 
 
 def _time(
-    starts: Mapping[str, Callable[[], Call]], device: torch.device, clock: Clock
+    starts: Mapping[str, Callable[[], Call]], device: torch.device, clock: Clock, case_ms: float | None
 ) -> dict[str, Timing | Failure]:
     """Time calls side by side; those for which there is no room beside the others, alone."""
     release_memory(device)
     calls = {name: attempt(name, start) for name, start in starts.items()}
-    results = time_interleaved(calls, clock)
+    results = time_interleaved(calls, clock, case_ms)
     if len(starts) > 1:
         calls.clear()
         for name, result in list(results.items()):
             if isinstance(result, Failure) and result.status == "oom":
-                results |= _time({name: starts[name]}, device, clock)
+                results |= _time({name: starts[name]}, device, clock, case_ms)
     return results
 
 

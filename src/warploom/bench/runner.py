@@ -182,9 +182,6 @@ def run(
             ahead = stack.enter_context(prepare(missed, None if time_limit is None else time_limit / 2))
         clock = WatchedClock(make_clock(device), make_reader(device))
         save_environment(output, identifier, environment | {"fixed_us": fixed_us(device, clock)}, run_id)
-        # Every case collects garbage several times: the modules' objects are no part of it.
-        gc.collect()
-        gc.freeze()
         stack.callback(gc.unfreeze)
         of_units: dict[int, list[Record]] = {}
         left = list(range(len(tasks)))
@@ -200,6 +197,9 @@ def run(
             fresh: list[Record] = []
             if missing:
                 progress.begin(str(unit))
+                # A case collects garbage several times. What modules and compilers keep is looked through once.
+                gc.collect()
+                gc.freeze()
                 prints = {name: _fingerprint(unit, name, gpu) for name in missing}
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
                 fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]

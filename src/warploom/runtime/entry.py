@@ -52,6 +52,14 @@ def _entry_of(compiled: Any) -> Entry:
     return direct or _public_entry(compiled)
 
 
+def build_launcher(compiled: Any) -> None:
+    """Have the launcher of a compiled variant in Triton's cache, where the C compiler makes one for each (3.6)."""
+    with contextlib.suppress(Exception):  # of a version of Triton with other insides, or without a driver
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
 def _public_entry(compiled: Any) -> Entry:
     def publicly(programs: int, stream: int, arguments: list[Any]) -> None:
         compiled[(programs, 1, 1)](*arguments)

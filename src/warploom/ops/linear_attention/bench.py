@@ -162,7 +162,7 @@ def _case(batch: int, n: int, heads: int, head_dim: int, encoding: str, **more: 
 def _quick(device: str) -> list[Case]:
     if device != "cuda":
         return [_ON_CPU | {"n": 512}]
-    return [_case(2, 8192, 64, 128, "rotate", decay="head")]
+    return [_case(1, 8192, 32, 128, "rotate", decay="head")]
 
 
 def _published(device: str) -> list[Case]:
@@ -195,7 +195,7 @@ def _decode(device: str) -> list[Case]:
 
 
 def _quick_decode(device: str) -> list[Case]:
-    wanted = {"batch": 8, "encoding": "rotate"} if device == "cuda" else {}
+    wanted = {"batch": 8, "encoding": "rotate", "heads": 64} if device == "cuda" else {}
     return [case for case in _decode(device) if all(case[name] == value for name, value in wanted.items())]
 
 

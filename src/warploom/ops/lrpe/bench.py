@@ -267,7 +267,7 @@ def _rope(device: str, exponents: Sequence[int]) -> list[Case]:
 
 
 _ROPE_SUITES = {
-    "quick": functools.partial(_rope, exponents=(9, 12)),
+    "quick": functools.partial(_rope, exponents=(12,)),
     "published": functools.partial(_rope, exponents=range(8, 16)),
 }
 
@@ -310,27 +310,31 @@ def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
 _LENGTHS = {"quick": _quick, "published": _published, "theta": _theta}
 
 
-def _bench(operator: Operator, name: str, suites: Any, title: str, providers: Any = None) -> Bench:
+def _bench(
+    operator: Operator, name: str, suites: Any, title: str, providers: Any = None, compiled: bool = False
+) -> Bench:
+    """A bench, in whose quick suite a peer is compiled or not."""
     return Bench(
         name=name,
         operator=operator,
         suites=suites,
         providers=providers or _providers(operator),
         precompiled=("torch",),
-        quick=(KERNELS, "torch", COMPILED_BRIEFLY),
+        quick=(KERNELS, "torch", *([COMPILED_BRIEFLY] if compiled else [])),
         traffic=functools.partial(traffic, paired=operator is ROTATE),
         title=title,
     )
 
 
 BENCHES = (
-    _bench(ROTATE, "lrpe-rotate", _LENGTHS, "LRPE rotate (RoPE) with the activation fused in"),
+    _bench(ROTATE, "lrpe-rotate", _LENGTHS, "LRPE rotate (RoPE) with the activation fused in", compiled=True),
     _bench(
         ROTATE,
         "lrpe-rope",
         _ROPE_SUITES,
         "RoPE: LRPE rotate with frequencies that all heads share",
         _rope_providers(),
+        compiled=True,
     ),
     _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),
     _bench(ROTATE, "lrpe-rotate-md", _GRIDS, "LRPE rotate on grids of one, two and three dimensions"),
