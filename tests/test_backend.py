@@ -122,7 +122,9 @@ def test_a_registered_operator_says_where_it_cannot_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "runs_on_cpu", lambda: False)
     x, theta = torch.ones(1, 2, 3, 4), torch.ones(2)
     for function in (torch.ops.warploom.lrpe, torch.ops.warploom.lrpe_launch):
-        with pytest.raises(BackendError, match=r"^lrpe: backend 'triton' cannot run this call: x is on cpu"):
+        with pytest.raises(
+            BackendError, match=r"^lrpe: backend 'triton' cannot run this call: the tensors are on cpu"
+        ):
             function(x, theta, None, None, None, 0, 0, [], "rotate", "none", True)
 
 

@@ -168,9 +168,11 @@ def test_a_provider_with_no_room_beside_the_others_is_timed_alone(
     alone: list[list[str]] = []
     interleaved = evaluate.time_interleaved
 
-    def crowded(calls: dict[str, object], clock: measure.Clock) -> dict[str, measure.Timing | Failure]:
+    def crowded(
+        calls: dict[str, object], clock: measure.Clock, case_ms: float | None
+    ) -> dict[str, measure.Timing | Failure]:
         alone.append(list(calls))
-        results = interleaved(calls, clock)  # type: ignore[arg-type]
+        results = interleaved(calls, clock, case_ms)  # type: ignore[arg-type]
         return results | {"torch": Failure("oom", "no room")} if len(calls) > 1 else results
 
     monkeypatch.setattr(evaluate, "time_interleaved", crowded)

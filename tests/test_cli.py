@@ -192,19 +192,17 @@ def test_the_command_line_and_the_bench_import_nothing_heavy() -> None:
 
 
 def test_help_needs_no_pytorch_and_answers_at_once() -> None:
-    program = "import sys, time; start = time.process_time(); import warploom.cli\n"
-    program += "try: warploom.cli.main(['bench', '--help'])\nexcept SystemExit: pass\n"
-    program += "print(time.process_time() - start, 'torch' in sys.modules, file=sys.stderr)"
     root = Path(__file__).parents[1]
     variables = {**os.environ, "PYTHONPATH": str(root / "src")}
-    found = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=variables)
-        for _ in range(3)
-    ]
-    assert "examples:" in found[0].stdout
-    seconds, has_torch = zip(*(done.stderr.split() for done in found))
-    assert set(has_torch) == {"False"}
-    assert min(map(float, seconds)) < 0.3
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        words = [sys.executable, "-m", "warploom", "bench", "--help"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, env=variables)
+        after = os.times()
+        assert "examples:" in done.stdout
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(seconds) < 0.3, "PyTorch alone takes seconds"
 
 
 def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> None:

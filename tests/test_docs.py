@@ -182,7 +182,7 @@ WITHOUT_EXAMPLE = {
 def test_the_example_of_a_docstring_runs(name: str, thing: object) -> None:
     text = inspect.getdoc(thing) or ""
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    described = issubclass(thing, WarploomError) and thing is not WarploomError if inspect.isclass(thing) else False
+    described = inspect.isclass(thing) and issubclass(thing, WarploomError | Warning) and thing is not WarploomError
     assert examples or described or name in WITHOUT_EXAMPLE or thing in (dict, torch.Tensor), "no example"
     if "transformers import" in text:
         pytest.importorskip("transformers", minversion="5.0")

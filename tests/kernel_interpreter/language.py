@@ -104,6 +104,14 @@ def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
     return lambda *given, **_: Tensor(function(*(torch.as_tensor(raw(x)) for x in given)))
 
 
+def rounded_once(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of numbers whose bits do not depend on their place among others.
+
+    PyTorch computes what fills a vector register otherwise than the rest; in float64 both round to one float32.
+    """
+    return lambda x: function(x.double()).to(x.dtype)
+
+
 def binary(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
     return lambda x, y, **_: Tensor(function(*map(torch.as_tensor, together(x, y))))
 
@@ -158,8 +166,11 @@ def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tensor:
     return Tensor(torch.full(tuple(shape), raw(value), dtype=DTYPES[dtype]))
 
 
+_EXP2 = rounded_once(torch.exp2)
+
+
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    y = torch.exp2(x)
+    y = _EXP2(x)
     return torch.where(y < 2.0**-126, 0.0, y)
 
 
@@ -182,7 +193,7 @@ def _assembly(
     numbers = [torch.as_tensor(raw(each)) for each in given]
     if text in _CAPPED:
         x, _, _, _, scale, cap, base = numbers
-        capped = cap * torch.tanh(x * scale) - base
+        capped = cap * rounded_once(torch.tanh)(x * scale) - base
         return Tensor(_power_of_two(capped) if _CAPPED[text] else capped)
     if text in _CAPPED_WEIGHTS:
         x, lse, cap = numbers
@@ -244,12 +255,12 @@ LANGUAGE: dict[str, Any] = {
     "inline_asm_elementwise": _assembly,
     "abs": elementwise(torch.abs),
     "floor": elementwise(torch.floor),
-    "exp2": elementwise(torch.exp2),
-    "log": elementwise(torch.log),
-    "log2": elementwise(torch.log2),
+    "exp2": elementwise(_EXP2),
+    "log": elementwise(rounded_once(torch.log)),
+    "log2": elementwise(rounded_once(torch.log2)),
     "sqrt_rn": elementwise(torch.sqrt),
-    "cos": elementwise(torch.cos),
-    "sin": elementwise(torch.sin),
+    "cos": elementwise(rounded_once(torch.cos)),
+    "sin": elementwise(rounded_once(torch.sin)),
 }
 BARRIER: dict[str, Any] = {
     "MBarrierLayout": lambda *_: BARRIERS,

@@ -96,7 +96,9 @@ class Tensor:
     def sum(self, axis: int | None = None, keep_dims: bool = False, **_: Any) -> Tensor:
         value = self.value.int() if self.value.dtype == torch.bool else self.value
         whole = value.flatten() if axis is None else value
-        return Tensor(whole.sum(0 if axis is None else axis, keep_dims, dtype=value.dtype))
+        # In float64, whose order is not seen: PyTorch's depends on what lies beside the numbers.
+        wide = torch.float64 if value.is_floating_point() else value.dtype
+        return Tensor(whole.sum(0 if axis is None else axis, keep_dims, dtype=wide).to(value.dtype))
 
     @property
     def T(self) -> Tensor:

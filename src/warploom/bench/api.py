@@ -105,7 +105,7 @@ def run_bench(
         from warploom.ops import benches
 
         rotate = benches()["lrpe-rotate"]
-        results = run_bench(rotate, modes=["fwd"], providers=["torch"], case={"activation": ["none"]})
+        results = run_bench(rotate, modes=["fwd"], providers=["torch"], case={"activation": ["silu"]})
         ```
     """
     if device == "auto":
