@@ -313,7 +313,7 @@ def test_linear_attention(
         return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}, None if state is None else state.detach()
 
     usual, usual_state = attend(made)
-    for number in (math.nan, math.inf):
+    for number in (math.nan, -math.inf):  # an infinite decay above 0 is refused
         spoilt = made[which].clone()
         spoilt[(0, call.bad, head) if which == "decay" else (0, call.bad, head, 3)] = number
         found, state = attend({**made, which: spoilt})
