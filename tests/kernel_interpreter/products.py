@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
@@ -12,7 +10,7 @@ def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns ``a · b`` (…, M, N) of factors (…, M, K) and (…, K, N) that float32 holds: exact, and rounded once.
 
     float64 holds the products of two such numbers. In whatever order a BLAS adds them, a sum is off by less than
-    ``error``. Where that leaves two float32 to round to, it is formed exactly.
+    ``error``. Where that leaves two float32 to round to, it is formed anew, with twice the bits and in one order.
     """
     a, b = a.float(), b.float()
     x, y = a.double().numpy(), b.double().numpy()
@@ -26,9 +24,19 @@ def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             terms = x.shape[-1] * 2.0 ** (_bits(a) + _bits(b) - 53)
             exact = _range(x, -1)[..., :, None] * (_range(y, -2) * terms)[..., None, :] <= 1
             *batch, m, n = np.nonzero(unsure & ~exact & np.isfinite(error))
-            products = x[(*batch, m)] * y.swapaxes(-1, -2)[(*batch, n)]
-            result[(*batch, m, n)] = [math.fsum(each) for each in products.tolist()]
+            result[(*batch, m, n)] = _sum_in_order(x[(*batch, m)] * y.swapaxes(-1, -2)[(*batch, n)])
         return torch.from_numpy(result + np.float32(0))  # no zero has a sign
+
+
+def _sum_in_order(terms: np.ndarray) -> np.ndarray:
+    """Returns the sums of rows: one term after the other, with what each addition rounds off."""
+    total, lost = np.zeros((2, len(terms)))
+    for term in terms.T:
+        more = total + term
+        part = more - total
+        lost += (total - (more - part)) + (term - part)
+        total = more
+    return total + lost
 
 
 def _bits(x: torch.Tensor) -> int:

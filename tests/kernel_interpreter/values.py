@@ -12,6 +12,7 @@ import triton.language as tl
 DTYPES = {
     tl.int1: torch.bool,
     tl.int8: torch.int8,
+    tl.uint8: torch.uint8,
     tl.int16: torch.int16,
     tl.int32: torch.int32,
     tl.uint32: torch.int64,  # numbers of 32 bits without a sign
