@@ -230,7 +230,7 @@ def test_a_function_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     operator = SimpleNamespace(differentiated=None, gradient=None, forward=forward)
     check = lambda name, tensors, options, number: dispatch.Checked(options, numbers=(0, 9))  # noqa: E731
-    function = dispatch.Function("f", check, lambda *_: None, lambda: operator)  # type: ignore[arg-type, return-value]
+    function = dispatch.Function("f", check, lambda *_: None, operator)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
     monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
     monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)

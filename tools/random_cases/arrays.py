@@ -81,13 +81,9 @@ class Array:
             case "zeros":
                 return torch.zeros(shape, dtype=dtype)
             case "frequencies" | "decays":
-                count = max(shape[-1], 1)
-                geometric = 10000.0 ** (-torch.arange(shape[-1]) / count)
-                numbers = geometric * (1 + 0.1 * torch.rand(shape, generator=generator))
+                numbers = draw_frequencies(shape, generator)
                 if self.values == "decays":
-                    strong = torch.tensor([*STRONG, min(torch.finfo(dtype).max, 3e38) / 8]) / abs(self.scale)
-                    strong = strong[torch.randint(len(strong), shape, generator=generator)]
-                    numbers = torch.where(torch.rand(shape, generator=generator) < 0.1, strong, numbers)
+                    numbers = draw_decays(numbers, dtype, self.scale, generator)
             case "uniform":
                 numbers = torch.rand(shape, generator=generator) * 2 - 1
             case _:
@@ -104,6 +100,19 @@ class Array:
         if self.row_of_nan and numbers.numel():
             numbers[numbers.shape[0] // 2, numbers.shape[1] // 2].view(-1)[-1:] = math.nan
         return numbers
+
+
+def draw_frequencies(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Returns frequencies that fall geometrically from about 1."""
+    geometric = 10000.0 ** (-torch.arange(shape[-1]) / max(shape[-1], 1))
+    return geometric * (1 + 0.1 * torch.rand(shape, generator=generator))
+
+
+def draw_decays(weak: Tensor, dtype: torch.dtype, scale: float, generator: torch.Generator) -> Tensor:
+    """Returns decays, of which one in ten is as strong as any of a dtype, and the others are given."""
+    strong = torch.tensor([*STRONG, min(torch.finfo(dtype).max, 3e38) / 8]) / abs(scale)
+    strong = strong[torch.randint(len(strong), weak.shape, generator=generator)]
+    return torch.where(torch.rand(weak.shape, generator=generator) < 0.1, strong, weak)
 
 
 @dataclass(frozen=True)

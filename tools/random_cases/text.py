@@ -43,6 +43,8 @@ def python_of(calls: Sequence[Call], device: str, backend: str | None = None) ->
     """
     names = sorted({call.operator for call in calls})
     lines = ["import torch", "from random_cases import function_of, reference_of", ""]
+    if any(array.values == "decays" for call in calls for array in call.arrays.values()):
+        lines.insert(2, "from random_cases.arrays import draw_decays, draw_frequencies")
     lines = ["import math", "", *lines] if any("nan" in _numbers_of(c) for c in calls) else lines
     lines += [f'device = "{device}"', _PLACE]
     for name in names:
@@ -125,6 +127,10 @@ def _array(variable: str, array: Array, seed: int, name: str | None = None) -> l
         case "frequencies":
             geometric = f"10000.0 ** (-torch.arange({shape[-1]}) / {max(shape[-1], 1)})"
             numbers = f"({geometric} * (1 + 0.1 * random({shape}, {number}, torch.rand)){scale}).to({dtype})"
+        case "decays":
+            generator = f"generator := torch.Generator().manual_seed({number})"
+            weak = f"draw_frequencies({shape}, ({generator}))"
+            numbers = f"(draw_decays({weak}, {dtype}, {array.scale}, generator){scale}).to({dtype})"
         case _:
             numbers = f"(random({shape}, {number}){scale}).to({dtype})"
     lines = [f"numbers = {numbers}"]

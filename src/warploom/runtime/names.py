@@ -51,7 +51,7 @@ _TABLES = "theta holds frequencies in radians per position; tables of cosines an
 
 def known_arguments(function: F) -> F:
     """Give a function the signature of what it takes, without ``*_others`` and ``**_unknown``."""
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     known = []
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
