@@ -7,7 +7,7 @@ import pytest
 import seeds
 import torch
 
-MOST = 2
+MOST = 1
 """Cases that run on a CPU in a day of a test of what computes on a device, and for one operator."""
 
 

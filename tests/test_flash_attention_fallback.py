@@ -59,8 +59,8 @@ def test_packed_sequences_lengths_and_pages(causal: bool) -> None:
     bounds, of_keys = torch.tensor([0, 4, 4, 13]), torch.tensor([0, 0, 6, 16])
     assert_defined(q, k, v, causal=causal, cu_seqlens_q=bounds, cu_seqlens_k=of_keys)
     k, v = torch.randn(2, 3, 13, 2, 8)
-    used = torch.tensor([0, 2, 13])
-    assert_defined(torch.randn(3, 3, 4, 8), k, v, causal=causal, seqused_k=used)
+    for used in ([0, 2, 13], [0, 0, 0]):
+        assert_defined(torch.randn(3, 3, 4, 8), k, v, causal=causal, seqused_k=torch.tensor(used))
     k, v = torch.randn(2, 5, 4, 2, 8)
     k[2:4], v[2:4] = torch.nan, torch.nan
     table = torch.tensor([[4, 1], [0, 9]], dtype=torch.int32)

@@ -8,7 +8,7 @@ import pytest
 import seeds
 import torch
 from flash_cases import KEEPING_THE_OUTPUT, LAYOUTS, assert_right, random_inputs, run
-from launches import assert_for_hopper_alone, choose_as_on, large
+from launches import ON_GPU, assert_for_hopper_alone, choose_as_on, large
 from planned_calls import forget_plans
 
 from warploom import flash_attention
@@ -402,7 +402,8 @@ def test_options_where_loops_are_split(
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
-    assert_options_right(device, 260, 330, heads=2, key_heads=1, d=d, e=e, dtype=torch.bfloat16, **options)
+    n, m = (260, 330) if ON_GPU or d < 192 else (100, 170)  # tiles of wide heads are smaller, and take the longer
+    assert_options_right(device, n, m, heads=2, key_heads=1, d=d, e=e, dtype=torch.bfloat16, **options)
     assert set(launched) >= set(kernels_for(d))
     assert not {"forward_kernel", "key_kernel", "query_kernel"} & set(launched)
 

@@ -478,14 +478,16 @@ class Function:
                         self.plans.remember((like, kind, enabled, run))
                     return run(tensors, number)
         checked = self.check(self.name, tensors, as_python(options), number)
+        sharded = self.axes is not None and is_sharded(tensors)
+        on_kernels = not sharded and use_triton(self.name, backend, given[0], checked.limit)
         look = self.look if self.look is not None and are_looked_at(given[0]) else None
         if look is not None:
             look(tensors)
-        if self.axes is not None and is_sharded(tensors):
+        if self.axes is not None and sharded:
             axes = self.axes(tensors, options)
             call = functools.partial(self._on_a_shard, backend, options)
             return on_shards(self.name, axes, tensors, number, call)
-        if not use_triton(self.name, backend, given[0], checked.limit):
+        if not on_kernels:
             with without_autocast(given[0]):  # which the function has seen to
                 return self.reference(tensors, number, checked, backend)
         operator = self.operator

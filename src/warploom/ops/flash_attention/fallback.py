@@ -107,10 +107,15 @@ class _Differentiable(torch.autograd.Function):
         if again:
             inputs, out = saved, ctx.definition(*saved)
         wanted = [x for x, wants in zip(inputs, ctx.needs_input_grad[2:]) if wants]
-        found = iter(
-            torch.autograd.grad(out, wanted, grad, retain_graph=True, create_graph=again, allow_unused=True)
+        options: dict[str, Any] = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
+        # Where no query sees a key, nothing depends on the inputs.
+        found = (
+            torch.autograd.grad(out, wanted, grad, **options)
+            if out.requires_grad
+            else map(torch.zeros_like, wanted)
         )
-        return None, None, *(next(found) if wants else None for wants in ctx.needs_input_grad[2:])
+        gradients = iter(found)
+        return None, None, *(next(gradients) if wants else None for wants in ctx.needs_input_grad[2:])
 
 
 def _cut(
