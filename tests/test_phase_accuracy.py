@@ -47,7 +47,7 @@ def test_the_guide_shows_what_is_stored(tmp_path: Path) -> None:
     committed = GUIDE.read_text(encoding="utf-8")
     copy = tmp_path / "README.md"
     copy.write_text(committed, encoding="utf-8")
-    phase_accuracy.update(copy, [ROOT / "results" / "h200" / phase_accuracy.FILE])
+    phase_accuracy.update(copy, [ROOT / "results" / "h100" / phase_accuracy.FILE])
     assert copy.read_text(encoding="utf-8") == committed
 
 

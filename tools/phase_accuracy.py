@@ -3,7 +3,7 @@
 A position and a frequency that are exact in float32 have a product that is exact in float64, so float64 is the
 truth here to about 1e-16 of a radian times the angle.
 
-``python tools/phase_accuracy.py results/h200 [BACKEND]`` measures, writes ``accuracy.json`` there, and rewrites the
+``python tools/phase_accuracy.py results/h100 [BACKEND]`` measures, writes ``accuracy.json`` there, and rewrites the
 table in the guide of LRPE.
 """
 
