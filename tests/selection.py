@@ -54,7 +54,10 @@ def _hash(item: pytest.Item) -> int:
 
 
 def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of every test some cases, at least one: one in ``n`` of ``sample(n)``, each once in so many days."""
+    """Of every test some cases, at least one: one in ``n`` of ``sample(n)``, each once in so many days.
+
+    A test that is marked ``seldom(n)`` takes half a minute, and runs on one day in ``n``.
+    """
     tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         operator = item.callspec.params.get("operator") if hasattr(item, "callspec") else None
@@ -63,6 +66,9 @@ def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
     for cases in tests.values():
         runnable = [item for item in cases if not item.get_closest_marker("skip")]
         chosen.update(item for item in cases if item.get_closest_marker("skip"))
+        seldom = cases[0].get_closest_marker("seldom")
+        if seldom and (_hash(cases[0]) + seeds.day() + seeds.seed()) % seldom.args[0]:
+            continue
         marker = cases[0].get_closest_marker("sample")
         refuses = "_errors.py" in cases[0].nodeid  # in no time, and each case something else
         computes = not refuses and "device" in getattr(cases[0], "fixturenames", ())

@@ -28,6 +28,7 @@ OTHERS = ("80", "89", "100", "120")
 ALIKE = OTHERS[:2]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.stack
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ["90", *OTHERS])

@@ -24,6 +24,7 @@ from warploom.distributed.layout import chunks_of
 from warploom.distributed.sharing import Piece, shares
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("checks", [context_parallel_checks, context_parallel_refusals])
 def test_on_all_ranks(checks: Any, world: int) -> None:

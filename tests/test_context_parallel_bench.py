@@ -9,6 +9,7 @@ import torch
 from warploom.bench import Record, context_parallel, run_bench
 
 
+@pytest.mark.seldom(3)
 def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None) -> None:
     results = run_bench(
         context_parallel.BENCH,

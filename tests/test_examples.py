@@ -143,6 +143,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["train_lm.py", "generate.py", "loss_parity.py", "linear_and_softmax.py"])
 def test_help(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), "--help"]

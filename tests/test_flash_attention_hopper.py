@@ -251,6 +251,7 @@ def test_a_chunk_has_the_results_of_the_whole(
     assert together is ("hopper_backward_kernel" in launched)
 
 
+@pytest.mark.seldom(2)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("causal", [False, True])

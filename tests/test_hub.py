@@ -63,6 +63,7 @@ def test_no_import_of_the_layout_is_absolute(tmp_path: Path) -> None:
     assert set(re.findall(r"`(\w+)`", card)) == public - {"check_values"}, "the operators"
 
 
+@pytest.mark.seldom(3)
 def test_the_library_loads_it_offline(tmp_path: Path) -> None:
     for needed in ("kernels", "transformers", "triton"):
         pytest.importorskip(needed)

@@ -212,6 +212,7 @@ def test_a_spec_without_what_the_command_is_about_says_so(
     assert "defines no OPERATORS" in capsys.readouterr().err
 
 
+@pytest.mark.seldom(3)
 @interpreted
 def test_check_in_several_processes_says_the_same(
     tritons_interpreter: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -600,6 +600,7 @@ for build in builds.values():
 """
 
 
+@pytest.mark.seldom(3)
 @needs_triton
 def test_products_read_what_is_in_shared_memory(tmp_path: Path) -> None:
     """On Hopper products of a warp group read through addresses, which the assembler may lose."""
@@ -630,6 +631,7 @@ for variant in builds.values():
 """
 
 
+@pytest.mark.seldom(3)
 @needs_triton
 def test_large_states_without_causality_fit_in_shared_memory(tmp_path: Path) -> None:
     """What all tiles multiply with, the compiler holds there, of any size."""

@@ -1040,6 +1040,7 @@ def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.seldom(3)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_kernels_of_random_calls_are_compiled() -> None:
     tool = Path(__file__).parents[1] / "tools" / "random_builds.py"

@@ -280,6 +280,7 @@ def parameter_gradients(layer: nn.Module, outputs: Any) -> Tensors:
     return torch.autograd.grad(first, list(layer.parameters()), torch.cos(3 * first.detach()))
 
 
+@pytest.mark.seldom(3)
 def test_views_of_a_projection_compiled_for_any_size(device: torch.device) -> None:
     """Whose backward must know the memory order of gradients that it views."""
 
