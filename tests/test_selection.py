@@ -43,7 +43,7 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(monkeypatch: 
     }
     tests = {name: [Item(**vars(item)) for item in items] for name, items in tests.items()}
     seen: dict[str, set[str]] = {name: set() for name in tests}
-    for day in range(20261101, 20261120):
+    for day in range(20261101, 20261140):
         monkeypatch.setenv(seeds.TODAY, str(day))
         chosen = selection._sample([item for items in tests.values() for item in items])
         for name, items in tests.items():

@@ -461,6 +461,7 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens"
 OPERATOR = Operator(
     name=NAME,
+    anywhere=True,
     tensors=_TENSORS,
     options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap, bool kernels, str layout, "
     "str group",

@@ -654,6 +654,7 @@ _TENSORS = (
 )
 OPERATOR = Operator(
     name=NAME,
+    anywhere=True,
     tensors=_TENSORS,
     number="SymInt offset",
     options="str kind, str activation, bool causal, float scale, bool return_state, bool kernels, str group",

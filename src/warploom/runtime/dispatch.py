@@ -122,6 +122,9 @@ class Operator:
     differentiated: Callable[[Any, tuple[bool, ...]], Any] | None = None
     """Options of a call of which these tensors are differentiated, where launches depend on that."""
 
+    anywhere: bool = False
+    """Whether it runs without kernels too, as what chooses between these and PyTorch itself."""
+
     inputs: int = field(init=False)
     """How many tensors it takes."""
     grads: int = field(init=False, default=0)
@@ -163,7 +166,8 @@ class Operator:
         return _filled(self.forward(tensors, number, options, known), first)
 
     def _run_on_cpu(self, *arguments: Any) -> Any:
-        use_triton(self.name, "triton", next(t for t in arguments if isinstance(t, torch.Tensor)))  # or raises
+        if not self.anywhere:
+            use_triton(self.name, "triton", next(t for t in arguments if isinstance(t, torch.Tensor)))  # or raises
         return self._run(*arguments)
 
     def _fake(self, *arguments: Any) -> Any:
@@ -258,6 +262,7 @@ def _backward_of(operator: Operator, gradient: Gradient) -> Operator:
         fake=fake,
         refusal=f'{operator.name} kernels have no second derivative; call with backend="torch" for one',
         number=operator.number,
+        anywhere=operator.anywhere,
         flops=None if gradient.flops is None else flops,
     )
 
