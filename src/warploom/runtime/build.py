@@ -94,24 +94,28 @@ class Build:
         types, constants = (_plain(list(each.values())) for each in (self.signature, self.constexprs))
         return f"{types} {constants} {sorted(self.attrs)} {sorted(self.options.items())}"
 
-    def compile(self, target: Any = None) -> Any:
-        """The compiled variant, for the current GPU or another target, launched with what is `taken`.
-
-        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values, and
-        its launcher unpacks tuples and passes over constants on every call, which costs as much as the launch.
-        """
+    def source(self) -> tuple[Any, dict[str, Any]]:
+        """Returns what Triton compiles, and the options with which it does."""
         if self.function.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource as Source
         else:
             from triton.compiler import ASTSource as Source
         constants = {name: _as_constants(value) for name, value in self.constexprs.items()}
-        source = Source(self.function, self.signature, constants, self.attrs)
         options = {
             **COMPILED_WITH,
             **self.options,
             "debug": triton.knobs.runtime.debug,
             "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
         }
+        return Source(self.function, self.signature, constants, self.attrs), options
+
+    def compile(self, target: Any = None) -> Any:
+        """The compiled variant, for the current GPU or another target, launched with what is `taken`.
+
+        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values, and
+        its launcher unpacks tuples and passes over constants on every call, which costs as much as the launch.
+        """
+        source, options = self.source()
         compiled = triton.compile(source, target=target, options=options)
         types = [kind for each in self.signature.values() for kind, _ in taken(each, each)]
         compiled.src = copy.copy(source)  # of which the launcher is made

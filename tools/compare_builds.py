@@ -1,0 +1,103 @@
+"""Tell whether a change of the code leaves the kernels as they were.
+
+``python tools/compare_builds.py save FILE`` writes a digest of each kernel variant that the operators' cases launch;
+``python tools/compare_builds.py compare FILE``, in the changed checkout, lists the variants whose digest is gone and
+those that are new. Names, files, comments and the functions that a kernel is cut into do not count: what is compared
+is the first form that Triton's compiler gives a kernel after everything is inlined, and the options that it is
+compiled with. Equal forms compile to equal machine code. It takes no GPU, and one minute for each architecture and
+operator on one core.
+
+Exit status: 0 if all are as they were, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+_LOCATION = re.compile(r"\s*loc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)
+_NAME = re.compile(r"@\w+")
+
+
+def first_form(build: Any, arch: int) -> str:
+    """Returns a kernel variant after everything is inlined, as text without names and places."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    source, options = build.source()
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    parsed = backend.parse_options(options)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, parsed, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    known = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source.make_ir(target, parsed, *known, context)
+    module = stages[source.ext](module, {})
+    return _NAME.sub("@kernel", _LOCATION.sub("", str(module)))
+
+
+def digests(operator: str, arch: int) -> dict[str, str]:
+    """Returns a name for each variant that an operator's cases launch on an architecture, by its digest."""
+    from warploom.ops import operators
+    from warploom.testing.build import record
+
+    found = {}
+    for _, build in record([operators()[operator]], arch):
+        text = f"{first_form(build, arch)}\n{sorted(build.options.items())}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found[digest] = f"{build.function.__name__} sm_{arch} {operator}: {build.variant}"
+    return found
+
+
+def _digests(job: tuple[str, int]) -> dict[str, str]:
+    return digests(*job)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("save", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--operator", action="append", help="as in `warploom list`; may be repeated; default: all")
+    parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], metavar="SM", help="80 90")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one for each core")
+    options = parser.parse_args(arguments)
+
+    from warploom.ops import operators
+
+    names = options.operator or list(operators())
+    jobs = [(name, arch) for name in names for arch in options.arch]
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        of_jobs = pool.map(_digests, jobs, chunksize=1)
+    found = {f"{name} {arch}": digests for (name, arch), digests in zip(jobs, of_jobs, strict=True)}
+    if options.action == "save":
+        options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        print(f"{sum(map(len, found.values()))} variants in {options.file}")
+        return 0
+    before = json.loads(options.file.read_text(encoding="utf-8"))
+    gone, new = [], []
+    for job, now in found.items():
+        gone += [text for digest, text in before[job].items() if digest not in now]
+        new += [text for digest, text in now.items() if digest not in before[job]]
+    for what, texts in (("gone", gone), ("new", new)):
+        for text in texts:
+            print(f"{what}: {text}")
+    print(f"{sum(map(len, found.values()))} variants, {len(gone)} gone, {len(new)} new")
+    return 1 if gone or new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
