@@ -81,6 +81,40 @@ def test_more_spilled_registers_than_allowed_fail_a_build(
     assert f"{status} with more spilled registers than allowed" in capsys.readouterr().out
 
 
+KEYS = """
+import sys
+import torch
+from warploom import flash_attention, tpa_attention
+from warploom.runtime import launch
+
+def of_attention():
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    flash_attention(q, q, q, backend="triton").sum().backward()
+
+def of_products():
+    a, b = (torch.zeros(1, 64, *tail, dtype=torch.bfloat16, requires_grad=True) for tail in ((4, 2), (2, 64)))
+    tpa_attention(a, a, a, b, b, b, backend="triton").sum().backward()
+
+calls = [of_attention, of_products]
+if FIRST == "products":
+    calls.reverse()
+keys = set()
+for call in calls:
+    with launch.recording(90) as builds:
+        call()
+    for build in builds.values():
+        keys.add((build.function.__name__, build.source()[0].hash()))
+print(sorted(keys))
+"""
+
+
+def test_what_is_compiled_first_has_no_part_in_where_kernels_are_kept(tmp_path: Path) -> None:
+    """Otherwise a process compiles again what another left on disk."""
+    first, second = (output_of(f"FIRST = {name!r}\n{KEYS}", tmp_path) for name in ("attention", "products"))
+    assert first.count("kernel") >= 6
+    assert first == second
+
+
 ODD_ADDRESSES = """
 import torch
 from warploom import flash_attention, tpa_decode

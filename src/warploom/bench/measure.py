@@ -24,8 +24,10 @@ TARGET_MS = 25.0
 MIN_ROUNDS, MAX_ROUNDS = 15, 200
 CASE_MS = 20_000.0
 """What all calls of a case may take together."""
-BRIEF_CASE_MS = 1_000.0
+BRIEF_CASE_MS = 300.0
 """The same in the suite ``quick``, whose slow calls have fewer rounds."""
+HOST_SHARE = 1 / 100
+"""The part of a case's time that each call may take to find its host time."""
 FLOOR_ROUNDS = 3
 """Rounds at least of a call that is too slow for ``MIN_ROUNDS``."""
 FLUSH_BYTES = 256 * 2**20
@@ -207,7 +209,7 @@ def time_interleaved(
         if isinstance(call, Failure):
             samplers[name] = call
             continue
-        warm = attempt(name, functools.partial(_warm_up, call, clock))
+        warm = attempt(name, functools.partial(_warm_up, call, clock, 1e3 * HOST_SHARE * (case_ms or CASE_MS)))
         if isinstance(warm, Failure):
             samplers[name] = warm
         else:
@@ -226,11 +228,11 @@ def time_interleaved(
     return results
 
 
-def _warm_up(call: Call, clock: Clock) -> tuple[float, float]:
+def _warm_up(call: Call, clock: Clock, most_us: float) -> tuple[float, float]:
     """Get a call's first-time costs behind it; return its host time and an estimate of its device time."""
     call()
     host: list[float] = []
-    while len(host) < 3 or (len(host) < 20 and sum(host) < 2e5):
+    while len(host) < 3 or (len(host) < 20 and sum(host) < most_us):
         host.append(clock.host_us(call))
     host_us = statistics.median(host)
     return host_us, statistics.median(clock.sample(call, host_us).ms for _ in range(3))

@@ -75,7 +75,7 @@ def _bench(options: argparse.Namespace) -> int:
         check_compilers()
     print(describe(device), flush=True)
     if device.type == "cpu":
-        print("A trial of the instrument: PyTorch is timed, and compiled peers by --provider.", flush=True)
+        print("On a CPU PyTorch is timed; --provider adds compiled peers.", flush=True)
     report = not options.no_report and importlib.util.find_spec("jinja2") is not None
     if not options.no_report and not report:
         print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
+import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +33,17 @@ TYPE_NAMES = {
 }
 
 
-@functools.cache
 def parameters_of(kernel: Any) -> dict[str, Any]:
-    """What a kernel declares of each parameter, in their order.
+    """Returns what a kernel declares of each parameter, in their order.
 
     `CONSTANT`; the type of a number, as Triton abbreviates it; a NamedTuple of these; None for a pointer.
     """
+    form_cache_key(kernel)  # before anything asks for the kernel's hash, which is that of the key
+    return _parameters_of(kernel)
+
+
+@functools.cache
+def _parameters_of(kernel: Any) -> dict[str, Any]:
     parameters = inspect.signature(kernel.fn, eval_str=True).parameters
     return {name: _declared(parameter.annotation) for name, parameter in parameters.items()}
 
@@ -64,6 +72,34 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_plain, value))
     return value.partition("]")[0] if isinstance(value, str) else value
+
+
+def form_cache_key(function: Any, callers: tuple[Any, ...] = ()) -> None:
+    """Form the keys under which Triton's cache has what a function calls, and then its own.
+
+    Triton enters the global constants of what a function calls into its key only if the key of that was formed
+    before. Left alone, a key depends on what was compiled first, and a process misses what another left on disk.
+    """
+    if getattr(function, "hash", "") is None:  # in the interpreter there is none
+        for called in _called(function):
+            if all(called is not caller for caller in callers):
+                form_cache_key(called, (*callers, function))
+        _ = function.cache_key
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """The functions of ours that a kernel or a function in a kernel names, its own name left out."""
+    for node in ast.walk(function.parse()):
+        value = None
+        if isinstance(node, ast.Name):
+            value = function.__globals__.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = function.__globals__.get(node.value.id)
+            value = getattr(module, node.attr, None) if isinstance(module, types.ModuleType) else None
+        for each in getattr(value, "hash_attrs", None) or (value,):  # the methods of a class, if it has any
+            if isinstance(each, triton.runtime.jit.JITCallable) and each is not function:
+                if not each.__module__.startswith("triton."):
+                    yield each
 
 
 def _as_constants(value: Any) -> Any:

@@ -327,7 +327,7 @@ def _bench(
 
 
 BENCHES = (
-    _bench(ROTATE, "lrpe-rotate", _LENGTHS, "LRPE rotate (RoPE) with the activation fused in", compiled=True),
+    _bench(ROTATE, "lrpe-rotate", _LENGTHS, "LRPE rotate (RoPE) with the activation fused in"),
     _bench(
         ROTATE,
         "lrpe-rope",
