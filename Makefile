@@ -1,6 +1,6 @@
 # Two commands, each with all its own set-up:
 #   make bench   the quick suite on the GPU if there is one, else on the CPU; ends in tables and a report
-#   make test    lint, types and tests; on a CPU a sample of the cases of each test, every day another
+#   make test    lint, types and tests; a sample of the cases of each test, every day another
 # and
 #   make test-all  the same with every case
 #   make test-gpu  the tests on one GPU, with a line about the run in LOG; PART=1/3, 2/3 and 3/3 are three runs of it

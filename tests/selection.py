@@ -1,4 +1,4 @@
-"""Which tests run: on a CPU a sample of the cases of each, or all; everywhere a part, if one is asked for."""
+"""Which tests run: a sample of the cases of each, or all; a part of them, if one is asked for."""
 
 import zlib
 from collections import defaultdict
@@ -7,12 +7,12 @@ import pytest
 import seeds
 import torch
 
-MOST = 1
-"""Cases that run on a CPU in a day of a test of what computes on a device, and for one operator."""
+MOST = {"cpu": 1, "cuda": 4}
+"""Cases that run in a day of a test of what computes on a device, and for one operator."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="on a CPU too: every case of every test")
+    parser.addoption("--all", action="store_true", help="every case of every test")
     parser.addoption(
         "--part", type=_part, help="of so many parts of the tests, one: 1/3, 2/3 or 3/3", metavar="I/N"
     )
@@ -28,19 +28,18 @@ def _part(text: str) -> tuple[int, int]:
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out of ``items`` what does not run."""
     by_name = any("::" in argument for argument in config.args)
-    chosen = set(items)
-    if not torch.cuda.is_available():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if not by_name and not config.getoption("--all"):
-            chosen = _sample(items)
+    chosen = set(items) if by_name or config.getoption("--all") else _sample(items, device)
     if part := config.getoption("--part"):
         number, of = part
         chosen = {item for item in chosen if _hash(item) % of == number - 1}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-    if torch.cuda.is_available():
+    if device == "cuda":
         # First, when no other worker has begun a long test that they would have to wait for.
         items.sort(key=lambda item: not needs_the_gpu_alone(item))
 
@@ -53,10 +52,11 @@ def _hash(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode())
 
 
-def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of every test some cases, at least one: one in ``n`` of ``sample(n)``, each once in so many days.
+def _sample(items: list[pytest.Item], device: str) -> set[pytest.Item]:
+    """Of every test some cases, at least one, each once in so many days.
 
-    A test that is marked ``seldom(n)`` takes half a minute, and runs on one day in ``n``.
+    On a CPU these are one in ``n`` of ``sample(n)``. A test that is marked ``seldom(n)`` takes long
+    there, and runs on one day in ``n``. On a GPU the marks say nothing.
     """
     tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -66,13 +66,14 @@ def _sample(items: list[pytest.Item]) -> set[pytest.Item]:
     for cases in tests.values():
         runnable = [item for item in cases if not item.get_closest_marker("skip")]
         chosen.update(item for item in cases if item.get_closest_marker("skip"))
-        seldom = cases[0].get_closest_marker("seldom")
+        seldom, marker = (
+            cases[0].get_closest_marker(name) if device == "cpu" else None for name in ("seldom", "sample")
+        )
         if seldom and (_hash(cases[0]) + seeds.day() + seeds.seed()) % seldom.args[0]:
             continue
-        marker = cases[0].get_closest_marker("sample")
         refuses = "_errors.py" in cases[0].nodeid  # in no time, and each case something else
         computes = not refuses and "device" in getattr(cases[0], "fixturenames", ())
-        one_in = max(marker.args[0] if marker else 1, -(-len(runnable) // MOST) if computes else 1)
+        one_in = max(marker.args[0] if marker else 1, -(-len(runnable) // MOST[device]) if computes else 1)
         # In an order of their own, in which the values of a parameter do not come by turns.
         runnable.sort(key=_hash)
         first = (seeds.day() + seeds.seed()) % max(min(one_in, len(runnable)), 1)

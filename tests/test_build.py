@@ -28,7 +28,7 @@ OTHERS = ("80", "89", "100", "120")
 ALIKE = OTHERS[:2]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.stack
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ["90", *OTHERS])
@@ -108,6 +108,7 @@ print(sorted(keys))
 """
 
 
+@pytest.mark.seldom(2)
 def test_what_is_compiled_first_has_no_part_in_where_kernels_are_kept(tmp_path: Path) -> None:
     """Otherwise a process compiles again what another left on disk."""
     first, second = (output_of(f"FIRST = {name!r}\n{KEYS}", tmp_path) for name in ("attention", "products"))
@@ -138,6 +139,7 @@ for variant in builds.values():
 """
 
 
+@pytest.mark.seldom(3)
 def test_tiles_at_odd_addresses_are_read_where_they_are(tmp_path: Path) -> None:
     printed = output_of(ODD_ADDRESSES, tmp_path)
     assert printed.count("Resources") == 5
@@ -164,6 +166,7 @@ print(len(shuffled), len(shuffled & set(fused)))
 """
 
 
+@pytest.mark.seldom(3)
 def test_threads_that_hold_the_same_logit_hold_the_same_bits(tmp_path: Path) -> None:
     """They do not where each fuses a product of its own with what comes from the other."""
     printed = output_of(SUMS_OF_RANKS, tmp_path)
@@ -199,6 +202,7 @@ for build in builds.values():
 """
 
 
+@pytest.mark.seldom(3)
 def test_sums_have_the_same_bits_in_every_layout(tmp_path: Path) -> None:
     """Of results that do not depend on the batch: of more than two terms, the order is that of a layout.
 
@@ -273,6 +277,7 @@ for other in others:
 """
 
 
+@pytest.mark.seldom(3)
 def test_spills_and_faults_are_found(tmp_path: Path) -> None:
     printed = output_of(FAULTY_KERNELS, tmp_path)
     first, rest = printed.split("\n", 1)

@@ -27,6 +27,7 @@ from warploom.distributed.sharing import Piece, shares
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("checks", [context_parallel_checks, context_parallel_refusals])
+@pytest.mark.seldom(2)
 def test_on_all_ranks(checks: Any, world: int) -> None:
     found = run_checks(checks.__name__, world)
     assert not any(found.values()), "\n".join(f"{name}: {error}" for name, error in found.items() if error)

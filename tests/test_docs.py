@@ -138,6 +138,7 @@ def test_links_of_a_guide_lead_somewhere(folder: str, hooks: ModuleType) -> None
             assert (ROOT / "docs" / "operators" / path).resolve().is_file() or path in pages
 
 
+@pytest.mark.seldom(2)
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}

@@ -288,6 +288,7 @@ for values in (16, 32):
 """
 
 
+@pytest.mark.seldom(2)
 def test_narrow_values_are_read_from_shared_memory(tmp_path: Path) -> None:
     """Compiled for Hopper: rows at odd places, of which the assembler loses the address in tiles of 64 queries."""
     printed = output_of(NARROW, tmp_path)

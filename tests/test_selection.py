@@ -30,7 +30,10 @@ class Item(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def test_every_test_has_some_cases_each_day_and_every_case_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("on", "most"), [("cpu", 3), ("cuda", 4)])
+def test_every_test_has_some_cases_each_day_and_every_case_its_day(
+    on: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests = {
         "few": made("few", 3),
         "sampled": made("sampled", 13, sample=5),
@@ -45,10 +48,10 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(monkeypatch: 
     seen: dict[str, set[str]] = {name: set() for name in tests}
     for day in range(20261101, 20261140):
         monkeypatch.setenv(seeds.TODAY, str(day))
-        chosen = selection._sample([item for items in tests.values() for item in items])
+        chosen = selection._sample([item for items in tests.values() for item in items], on)
         for name, items in tests.items():
             today = {item.nodeid for item in items if item in chosen}
-            assert 1 <= len(today) <= (50 if name in ("messages", "mistakes") else 3), name
+            assert 1 <= len(today) <= (50 if name in ("messages", "mistakes") else most), name
             seen[name] |= today
     assert {name: len(ids) for name, ids in seen.items()} == {name: len(items) for name, items in tests.items()}
 

@@ -32,6 +32,7 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     ]
 
 
+@pytest.mark.seldom(2)
 def test_on_four_and_then_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All checks, one of which trains: four ranks begin, two go on, with the losses of one."""
     for world in (4, 2):
@@ -50,6 +51,7 @@ def test_on_four_and_then_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatc
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.seldom(2)
 def test_a_killed_rank_ends_the_run_and_leaves_whole_checkpoints(folder: Path) -> None:
     output = folder / "killed"
     words = [*checks.WORDS.split(), "--steps", "100000", "--text", str(folder / "text.py"), "--output", str(output)]

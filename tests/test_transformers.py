@@ -207,6 +207,7 @@ def test_full_attention_of_a_decoder() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.seldom(2)
 def test_training_with_checkpoints_and_a_compiler(place: str) -> None:
     eager, ours = pair_of("llama")
     ids, given = ids_of(), PLACES[place]
@@ -465,6 +466,7 @@ def test_rotary_positions(name: str, place: str) -> None:
         assert ((x.grad - y.grad).abs().max() / (x.grad.abs().max() + 1e-6)) < 1e-3
 
 
+@pytest.mark.seldom(2)
 def test_rotary_positions_of_generated_tokens_and_compiled_layers() -> None:
     eager, ours = pair_of("llama", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
     integration.patch_rotary(ours)

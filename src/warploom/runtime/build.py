@@ -97,9 +97,9 @@ def _called(function: Any) -> Iterator[Any]:
             module = function.__globals__.get(node.value.id)
             value = getattr(module, node.attr, None) if isinstance(module, types.ModuleType) else None
         for each in getattr(value, "hash_attrs", None) or (value,):  # the methods of a class, if it has any
-            if isinstance(each, triton.runtime.jit.JITCallable) and each is not function:
-                if not each.__module__.startswith("triton."):
-                    yield each
+            ours = isinstance(each, triton.runtime.jit.JITCallable) and not each.__module__.startswith("triton.")
+            if ours and each is not function:
+                yield each
 
 
 def _as_constants(value: Any) -> Any:
