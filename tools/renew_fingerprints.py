@@ -1,10 +1,9 @@
 """Keep records whose kernels changed in their source and not in their machine code.
 
 ``python tools/renew_fingerprints.py BEFORE results/h200`` plans every record's case with the code of an earlier
-checkout BEFORE and with this one, compiles what each of them would launch, and compares the PTX, without line
-numbers and names. A record that was fresh in BEFORE and whose launches compile to the same gets the present
-fingerprint; the others stay as they are: stale. It takes no GPU, but many cores, and the version of Triton that was
-measured with.
+checkout BEFORE and with this one, and compares what each of them would launch, as `compare_builds` does. A record
+that was fresh in BEFORE, and whose launches compile to the same, gets the present fingerprint. The others stay as
+they are: stale. It takes no GPU, and some minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compare_builds import first_form
+
 ROOT = Path(__file__).parents[1]
 FILE = "records.jsonl"
-_NAME = re.compile(r"\.entry (\w+)")
-_COMMENT = re.compile(r"//.*")
 
 
 def key_of(record: dict[str, Any]) -> str:
@@ -70,15 +68,8 @@ def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]
 
 
 def code_of(build: Any, arch: int) -> str:
-    """Digest of what a build compiles to: PTX without comments, line numbers and the kernel's name."""
-    from triton.backends.compiler import GPUTarget
-
-    ptx = build.compile(GPUTarget("cuda", arch, 32)).asm["ptx"]
-    name = _NAME.search(ptx)
-    text = _COMMENT.sub("", ptx if name is None else ptx.replace(name[1], "kernel"))
-    lines = (line.strip() for line in text.splitlines())
-    kept = "\n".join(line for line in lines if line and not line.startswith((".file", ".loc", ".section")))
-    return hashlib.sha256(kept.encode()).hexdigest()
+    """Returns a digest of the first form that the compiler gives a build; equal forms are equal machine code."""
+    return hashlib.sha256(first_form(build, arch).encode()).hexdigest()
 
 
 _builds: dict[str, Any] = {}
