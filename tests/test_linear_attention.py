@@ -429,7 +429,14 @@ def assert_heads_are_near(found: list[Tensor], expected: list[Tensor], accuracy:
 @backends
 @pytest.mark.parametrize(
     ("dtype", "by_head"),
-    [(torch.float64, False), (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    [
+        (torch.float64, False),
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float16, True),
+    ],
 )
 def test_decays_may_be_of_any_strength(
     dtype: torch.dtype, by_head: bool, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -80,7 +80,7 @@ def form_cache_key(function: Any, callers: tuple[Any, ...] = ()) -> None:
     Triton enters the global constants of what a function calls into its key only if the key of that was formed
     before. Left alone, a key depends on what was compiled first, and a process misses what another left on disk.
     """
-    if getattr(function, "hash", "") is None:  # in the interpreter there is none
+    if not triton.knobs.runtime.interpret and function.hash is None:
         for called in _called(function):
             if all(called is not caller for caller in callers):
                 form_cache_key(called, (*callers, function))
