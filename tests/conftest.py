@@ -22,11 +22,12 @@ from launches import ON_HOPPER
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
+# Cases are small, and the threads of parallel workers would only wait for each other.
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so it must be set before any module with kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
-    # Cases are small, and the threads of parallel workers would only wait for each other.
-    torch.set_num_threads(1)
 
     if HAS_TRITON:
         import kernel_interpreter

@@ -7,8 +7,9 @@ import pytest
 import seeds
 import torch
 
-MOST = {"cpu": 1, "cuda": 4}
+MOST = {"cpu": 1, "cuda": 3}
 """Cases that run in a day of a test of what computes on a device, and for one operator."""
+MARKS = ("sample", "seldom")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -55,8 +56,7 @@ def _hash(item: pytest.Item) -> int:
 def _sample(items: list[pytest.Item], device: str) -> set[pytest.Item]:
     """Of every test some cases, at least one, each once in so many days.
 
-    On a CPU these are one in ``n`` of ``sample(n)``. A test that is marked ``seldom(n)`` takes long
-    there, and runs on one day in ``n``. On a GPU the marks say nothing.
+    One in ``n`` of ``sample(n)`` runs, and all of ``seldom(n)``, which takes long, on one day in ``n``.
     """
     tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -66,14 +66,15 @@ def _sample(items: list[pytest.Item], device: str) -> set[pytest.Item]:
     for cases in tests.values():
         runnable = [item for item in cases if not item.get_closest_marker("skip")]
         chosen.update(item for item in cases if item.get_closest_marker("skip"))
-        seldom, marker = (
-            cases[0].get_closest_marker(name) if device == "cpu" else None for name in ("seldom", "sample")
-        )
-        if seldom and (_hash(cases[0]) + seeds.day() + seeds.seed()) % seldom.args[0]:
-            continue
         refuses = "_errors.py" in cases[0].nodeid  # in no time, and each case something else
         computes = not refuses and "device" in getattr(cases[0], "fixturenames", ())
-        one_in = max(marker.args[0] if marker else 1, -(-len(runnable) // MOST[device]) if computes else 1)
+        # What a GPU computes does not take long.
+        named = {} if computes and device == "cuda" else {n: cases[0].get_closest_marker(n) for n in MARKS}
+        if (mark := named.get("seldom")) and (_hash(cases[0]) + seeds.day() + seeds.seed()) % mark.args[0]:
+            continue
+        one_in = mark.args[0] if (mark := named.get("sample")) else 1
+        if computes:
+            one_in = max(one_in, -(-len(runnable) // MOST[device]))
         # In an order of their own, in which the values of a parameter do not come by turns.
         runnable.sort(key=_hash)
         first = (seeds.day() + seeds.seed()) % max(min(one_in, len(runnable)), 1)
