@@ -85,7 +85,7 @@ found = {
     "usual": of(), "again": of(), "earlier": of(gpu=of()), "longer": of(n=16384), "silu": of(activation="silu"),
     "backward": of(mode="bwd"), "graph": of(mode="fwd_graph"), "float32": of(dtype="float32"),
     "A100": of(gpu="sm_80/108"),
-    "cached": of("warploom_cache"), "block_parallel": of("warploom_block_parallel"), "torch": of("torch"),
+    "torch": of("torch"),
     "limit": of("limit"), "CPU": of(gpu=""), "other": of(gpu="of earlier code"),
     "model": step("warploom+compile"), "model_fwd": step("warploom", "fwd"), "sdpa": step("sdpa"),
     "llama": step("llama+graphs"),
@@ -113,7 +113,7 @@ def test_a_case_is_planned_as_for_its_gpu(planned: dict[str, Any]) -> None:
     assert planned["usual"] == planned["again"] == planned["earlier"] == planned["graph"]
     assert planned["model"] == planned["model_fwd"]
     assert planned["A100"].startswith("sm_80/108/")
-    kinds = ("usual", "silu", "backward", "float32", "A100", "cached", "limit", "model", "sdpa")
+    kinds = ("usual", "silu", "backward", "float32", "A100", "limit", "model", "sdpa")
     assert len({planned[kind] for kind in kinds}) == len(kinds)
 
 
@@ -122,6 +122,5 @@ def test_what_tensors_hold_is_not_looked_at(planned: dict[str, Any]) -> None:
 
 
 def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None:
-    # Softmax over the sequence alone has a block-parallel variant.
-    for name in ("block_parallel", "torch", "CPU", "other", "llama"):
+    for name in ("torch", "CPU", "other", "llama"):
         assert planned[name] == ""

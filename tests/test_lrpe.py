@@ -501,17 +501,17 @@ def test_tiles_make_no_difference(
     kind: str, tile: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
     from warploom.runtime.plans import Plans
 
     x = random_x(device, 5, 6, HEADS, 20).bfloat16()
     grad = random_x(device, 5, 6, HEADS, 40 if kind == "cosine" else 20).bfloat16()
-    call = (random_theta(device, HEADS, 5), launchers.Positions(grid=(2, 3)), kind, "silu")
+    call = LrpeInputs(x, random_theta(device, HEADS, 5)), 0, LrpeOptions(0, (2, 3), kind, "silu")
 
     def results() -> tuple[Tensor, Tensor]:
-        out = launchers.forward(x, *call, None, Plans())
-        return out, launchers.backward(grad, x, *call, False, None, Plans())[0]
+        return launchers.forward(*call, Plans()), launchers.backward(grad, *call, False, Plans())[0]
 
     expected = results()
-    monkeypatch.setattr(launchers, "tile_of", lambda *arguments: launchers.Tile(*tile))
+    monkeypatch.setattr(launchers, "tile_of", lambda *arguments: launchers.LrpeTile(*tile))
     for found, wanted in zip(results(), expected):
         assert torch.equal(found, wanted)

@@ -226,19 +226,20 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
 ) -> None:
     """One program of a backward, which does the first and the last of its tiles. All rows lie at the same place."""
     from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 
     rows, block = 2**31 - 5000, 128
     tiles = -(-rows // block)
     x, grad, dx = (t.expand(1, rows, 1, 2) for t in random_x(device, 3, 1, 1, 1, 2))
-    theta, positions = random_theta(device, 1), launchers.Positions()
+    inputs = LrpeInputs(x, random_theta(device, 1))
     monkeypatch.setattr(launchers, "_theta_chunks", lambda *arguments: tiles - 1)
-    plan = launchers.plan_backward(grad, x, theta, positions, "rotate", "none", True, None, dx)
-    assert block == plan.launch.arguments["blocks"].R
+    plan = launchers.plan_backward(grad, inputs, LrpeOptions(), True, dx)
+    assert block == plan.launch.arguments["config"].R
     plan.launch.programs = 1
     partial = torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
-    launchers.launch_backward(plan.launch, x, grad, dx, theta, positions, partial)
+    plan.launch(*inputs, grad, dx, partial, 0)
     n = torch.cat((torch.arange(block), torch.arange((tiles - 1) * block, rows))).double()
-    assert_near(partial[0, 0, 0], theta_gradient(n, x, theta, grad), 1e-4)  # of angles that are 2e-6 off
+    assert_near(partial[0, 0, 0], theta_gradient(n, x, inputs.theta, grad), 1e-4)  # of angles that are 2e-6 off
 
 
 def theta_gradient(n: Tensor, x: Tensor, theta: Tensor, grad: Tensor) -> Tensor:
@@ -268,8 +269,8 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     """The last head of so many that their frequencies, or their columns' statistics, are 2³¹ numbers."""
     from triton.runtime import interpreter
 
+    from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
     from warploom.ops.lrpe.kernels.backward import reduce_kernel
-    from warploom.ops.lrpe.problem import Positions
     from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
     from warploom.runtime.launch import Launch
 
@@ -291,9 +292,10 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
 
     heads = 2**27  # of two statistics a feature
     x, theta = torch.arange(features).half().expand(1, 1, heads, features), torch.zeros(features)
-    plan = launchers_sequence._plan(None, x, theta, Positions(), "cosine", False, False)
+    inputs = LrpeInputs(x, theta)
+    plan = launchers_sequence.plan_sequence(None, inputs, LrpeOptions(kind="cosine"))
     out, statistics = plan.result.empty(x), dtheta
-    run_last(heads, plan.launch, x, out, statistics, None, None, theta, None, None, None, 0)
+    run_last(heads, plan.launch, *inputs, out, statistics, None, None, 0)
     assert torch.equal(statistics[-2 * features :], torch.cat((x[0, 0, 0], torch.ones(features).half())))
     assert torch.equal(out[0, 0, -1], torch.cat((torch.ones(features), torch.zeros(features))).half())
 

@@ -213,17 +213,13 @@ def test_no_tile_reaches_from_the_last_row_beyond_32_bits(
     activation: str, kind: str, launches: list[Any], device: torch.device
 ) -> None:
     """The shorter a row, the more there are in a tile."""
-    from warploom.ops.lrpe.operator import variant_of
-    from warploom.ops.lrpe.validation import MAX_ROWS, Options
+    from warploom.ops.lrpe.validation import MAX_ROWS
 
     features = 1 if kind == "cosine" else 2
-    for wants_theta, dtype, in_blocks in itertools.product(
-        (False, True), (torch.float32, torch.float16), (False, True)
-    ):
+    for wants_theta, dtype in itertools.product((False, True), (torch.float32, torch.float16)):
         x = random_x(device, 4, 3, 2, features).to(dtype).requires_grad_()
         theta = random_theta(device, 2, 1).requires_grad_(wants_theta)
-        variant = {"block_parallel": True} if in_blocks else {}
-        variant_of(**variant)(x, theta, 0, Options(0, (), kind, activation)).sum().backward()
+        encode(kind, x, theta, activation=activation, backend="triton").sum().backward()
     sizes = [constants.get("R", 0) for _, _, constants in launches]
     assert 64 <= max(sizes) <= 2**31 - MAX_ROWS
 

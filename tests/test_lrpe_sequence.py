@@ -16,6 +16,7 @@ from launches import ON_GPU
 from test_lrpe import HEADS, assert_near, encode, exact_gradients, kinds, random_theta, random_x
 
 from warploom.ops import operators
+from warploom.runtime import dispatch
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare, mean_of
 from warploom.testing.conformance import MOST_DRAWS, judge, judge_draws
@@ -130,39 +131,38 @@ def test_columns_without_a_softmax_are_nan(value: float, kind: str, way: str, de
     assert_accurate(kind, x, random_theta(device, 2, FEATURES // 2), way)
 
 
-@pytest.mark.parametrize("block_parallel", [False, True])
 @some_kinds
-def test_a_single_token_has_all_the_weight(kind: str, block_parallel: bool, device: torch.device) -> None:
+def test_a_single_token_has_all_the_weight(kind: str, device: torch.device) -> None:
     x, theta = 100 * random_x(device, 2, 1, HEADS, FEATURES), random_theta(device, HEADS, FEATURES // 2)
     x.requires_grad_()
-    out = by_way(kind, x, theta, block_parallel)
+    out = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
     assert torch.equal(out, encode(kind, torch.ones_like(x), theta, offset=5, backend="triton"))
     (dx,) = torch.autograd.grad(out, x, torch.randn_like(out))
     assert torch.equal(dx, torch.zeros_like(x))
 
 
-def by_way(kind: str, x: Tensor, theta: Tensor, block_parallel: bool) -> Tensor:
-    from warploom.ops.lrpe.operator import variant_of
-    from warploom.ops.lrpe.validation import Options
-
-    return variant_of(block_parallel=block_parallel)(x, theta, 5, Options(0, (), kind, "softmax_sequence"))
-
-
 @some_kinds
-@pytest.mark.parametrize("tokens", [200, LONG])
-def test_the_ways_agree(tokens: int, kind: str, device: torch.device) -> None:
-    x = random_x(device, 1, tokens, 2, FEATURES).requires_grad_()
+def test_one_part_and_several_agree(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warploom.ops.lrpe.softmax_sequence import launches
+
+    x = random_x(device, 1, 200, 2, FEATURES).requires_grad_()
     theta = random_theta(device, 2, FEATURES // 2).requires_grad_()
-    usual = encode(kind, x, theta, offset=5, activation="softmax_sequence", backend="triton")
+    place: dict[str, Any] = {"offset": 5, "activation": "softmax_sequence"}
+    usual = encode(kind, x, theta, **place, backend="triton")
     grad = random_x(device, *usual.shape)
-    exact = exact_gradients(kind, x, theta, grad, offset=5, activation="softmax_sequence")
-    in_parts = by_way(kind, x, theta, True)
+    exact = exact_gradients(kind, x, theta, grad, **place)
+    monkeypatch.setattr(launches, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(launches, "MOST_PARTS", 4)
+    usual_tile = launches.sequence_tile
+    monkeypatch.setattr(launches, "sequence_tile", lambda *call: usual_tile(*call)._replace(tokens=1))
+    for plans in dispatch.caches():
+        plans.forget()
+    in_parts = encode(kind, x, theta, **place, backend="triton")
+    assert not torch.equal(in_parts, usual)  # sums of other terms
     assert_near(in_parts, usual.double())
     for out in (usual, in_parts):
         for found, wanted in zip(torch.autograd.grad(out, (x, theta), grad), exact):
             assert_near(found, wanted, 2e-6)
-    if tokens == LONG:  # which is cut in any case
-        assert torch.equal(in_parts, usual)
 
 
 @some_kinds
@@ -260,14 +260,15 @@ def test_no_program_waits_for_a_later_round(
     tokens: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the round in which a tile is applied, the programs have reduced all tiles that it waits for."""
-    from warploom.ops.lrpe.problem import Positions
+    from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
     from warploom.ops.lrpe.softmax_sequence import launches
 
     monkeypatch.setattr(launches, "INTERPRETED", False)
     monkeypatch.setattr(launches, "multiprocessors", lambda device: multiprocessors)
     x = torch.empty(3, tokens, 5, 128, dtype=torch.bfloat16, device="meta")
     theta = torch.empty(5, 64, device="meta")
-    launch = launches._plan(None, x, theta, Positions(), "rotate", False, False).launch
+    options = LrpeOptions(kind="rotate", activation="softmax_sequence")
+    launch = launches.plan_sequence(None, LrpeInputs(x, theta), options).launch
     sizes, programs = launch.arguments["sizes"], launch.programs
     assert launch.options["launch_cooperative_grid"]
     assert sizes.rounds * programs >= sizes.tiles
@@ -284,8 +285,8 @@ from warploom.ops.lrpe.softmax_sequence import launches
 from warploom.runtime import launch
 from warploom.testing.build import build
 
-made, plan = [], launches._plan
-launches._plan = lambda *arguments: made.append(plan(*arguments)) or made[-1]
+made, plan = [], launches.plan_sequence
+launches.plan_sequence = lambda *arguments: made.append(plan(*arguments)) or made[-1]
 for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
     for dtype, exact in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
         with launch.recording(89, 2) as builds:

@@ -103,7 +103,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("plan_forward", "plan_backward"):
         watch(launchers, name)
     watch(tpa_launchers, "_plan_decode")
-    watch(launchers_sequence, "_plan")
+    watch(launchers_sequence, "plan_sequence")
     return made
 
 

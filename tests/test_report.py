@@ -102,11 +102,11 @@ def save(folder: Path, records: list[Record], environment: dict[str, object], na
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
-    records = make_records({"warploom": 1.05, "warploom_cache": 1.5, "torch": 8.0, "torch_compile": 4.0})
+    records = make_records({"warploom": 1.05, "warploom_variant": 1.5, "torch": 8.0, "torch_compile": 4.0})
     nothing = {"ms": None, "limit_fraction": None}
     fail(records, "warploom", "bwd", 1024, status="incorrect", reason="0.31 over the budget <b>&", **nothing)
     fail(records, "torch", "fwd", 4096, status="oom", reason="CUDA out of memory", **nothing)
-    fail(records, "warploom_cache", "bwd", 256, status="unsupported", reason="no table here", **nothing)
+    fail(records, "warploom_variant", "bwd", 256, status="unsupported", reason="no table here", **nothing)
     fail(records, "torch_compile", "fwd", 256, status="error", reason="<script>alert(1)</script>", **nothing)
     fail(records, "warploom", "fwd", 4096, fingerprint="of earlier code", ms=0.000123)
     return save(tmp_path / "run", records, GPU)
@@ -198,7 +198,7 @@ def test_what_has_none_of_ours_is_no_row_of_the_summary():
         {"run": "another"},
         {"disturbed": "thermal"},
         {"status": "incorrect", "ms": None},
-        {"provider": "warploom_cache"},
+        {"provider": "warploom_variant"},
     ],
 )
 def test_what_is_of_another_run_doubtful_wrong_or_ours_is_no_alternative(changes):
@@ -360,7 +360,7 @@ def test_report_shows_the_summary_first_then_panels_tables_and_commands(measured
     assert "commit 0123456789 " in words
     assert "warploom bench lrpe-rotate --suite published --case activation=silu --mode bwd" in words
     assert "Every case: batch = 12, heads = 12, head_dim = 128, dtype = bfloat16" in words
-    assert re.search(r"n warploom torch_compile torch warploom_cache limit of the limit", words)
+    assert re.search(r"n warploom torch_compile torch warploom_variant limit of the limit", words)
     assert "0.25" in words  # accuracy over its budget
     assert "lrpe_rotate fwd 95% 95% torch, torch_compile 5.71 (3.81 … 7.62) 0 / 0 / 4 4 ok, 2 stale" in words
     assert "60 records" in words
@@ -375,7 +375,7 @@ def test_what_failed_has_a_badge_and_a_reason_but_no_speed(measured):
     for state in ("incorrect", "oom", "unsupported", "error", "stale"):
         assert f'class="badge {state}"' in page
     assert "oom torch at n = 4096: CUDA out of memory" in words
-    assert "unsupported warploom_cache at n = 256: no table here" in words
+    assert "unsupported warploom_variant at n = 256: no table here" in words
     assert "stale warploom at n = 4096: measured with other code" in words
     assert "0.000123" not in words
     assert "<script>alert" not in page

@@ -19,6 +19,7 @@ from warploom.ops.flash_attention.launches import small as launchers_small
 from warploom.ops.flash_attention.launches import tiling
 from warploom.ops.rotary_attention import launches as module
 from warploom.ops.rotary_attention.api import rotary_attention
+from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -121,7 +122,7 @@ def test_kernels_for_hopper_read_parts_of_larger_tensors(
         backward = ["hopper_backward_kernel"] if together else ["hopper_key_kernel", "hopper_query_kernel"]
         assert attention == ["hopper_forward_kernel", *backward]
         launched.clear()
-        assert module.plan_forward(qkv, theta, heads, "rotate", SCALE)
+        assert module.plan_forward(RotaryInputs(qkv, theta), RotaryOptions(heads, "rotate", SCALE))
 
 
 @pytest.mark.parametrize("features", [36, 40])
@@ -133,12 +134,11 @@ def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeyp
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(tiling, "architecture", lambda device: 90)
     qkv = torch.zeros(1, tokens, 3, features, dtype=torch.bfloat16)
-    theta = torch.rand(1, features // 2)
-    arguments = (1, "rotate", SCALE)
-    forward = module.plan_forward(qkv, theta, *arguments)
+    given, options = RotaryInputs(qkv, torch.rand(1, features // 2)), RotaryOptions(1, "rotate", SCALE)
+    forward = module.plan_forward(given, options)
     assert bool(forward) == (features == 40)
     turned, out = qkv[:, :, :2].contiguous(), qkv[:, :, :1].contiguous()
-    backward = module.plan_backward(out, qkv, theta, out, turned, *arguments)
+    backward = module.plan_backward(out, given, module.RotaryResults(out, turned, out), options)
     assert not backward or features == 40
     for plan, whole in ((forward, qkv), (backward, qkv)):
         parts = [part for part in plan or () if isinstance(part, module.Part)]
@@ -178,7 +178,8 @@ def test_plans_for_hopper_read_where_descriptors_can_point(
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(tiling, "architecture", lambda device: 90)
     qkv = torch.randn(1, tokens, heads + 2 * kv_heads, features, dtype=torch.float16)
-    plan = module.plan_forward(qkv, torch.rand(1, features // 2), heads, "rotate", SCALE)
+    given = RotaryInputs(qkv, torch.rand(1, features // 2))
+    plan = module.plan_forward(given, RotaryOptions(heads, "rotate", SCALE))
     assert bool(plan) == (features % 8 == 0)
     if plan:
         assert all(part.offset * 2 % 16 == 0 for part in (plan.k, plan.v))

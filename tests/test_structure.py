@@ -28,14 +28,24 @@ ALLOWED = {
     "reference": set(),
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
-    "configs": {"problem", "warploom.runtime"},
+    "configs": {"call", "problem", "warploom.runtime"},
+    "call": {"call", "warploom.runtime"},
     "problem": {"kernels", "problem", "warploom.device", "warploom.runtime"},
     "chunks": set(),
-    "launches": {"launches", "kernels", "configs", "problem", "chunks", "warploom.device", "warploom.runtime"},
-    "validation": {"problem", "reference", "warploom.errors", "warploom.runtime"},
-    "operator": {"launches", "problem", "validation", "warploom.runtime"},
+    "launches": {
+        "launches",
+        "kernels",
+        "configs",
+        "call",
+        "problem",
+        "chunks",
+        "warploom.device",
+        "warploom.runtime",
+    },
+    "validation": {"call", "problem", "reference", "warploom.errors", "warploom.runtime"},
+    "operator": {"launches", "call", "problem", "validation", "warploom.runtime"},
     "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
-    "api": {"fallback", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
+    "api": {"fallback", "call", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
 
 

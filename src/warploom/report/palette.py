@@ -33,7 +33,6 @@ _KNOWN = {
     KERNELS: Look("#d55e00", "o"),
     "torch": Look("#009e73", "d"),
     "torch_compile": Look("#1f7fc4", "s"),
-    "warploom_cache": Look("#9a6bc2", "^"),
     "torch_compile_cache": Look("#2f8f9d", "v"),
 }
 _OTHERS = ("#c0589a", "#a6761d", "#6b8e23", "#5f6caf", "#b5485d", "#8a7f00", "#7a5cff", "#1f7fc4")

@@ -33,9 +33,9 @@ def checked_tensor(function: str, argument: str, value: object, dtypes: tuple[to
 
 
 def as_python(value: Any) -> Any:
-    """A number of numpy's as Python's, in a tuple too; all else as it is."""
+    """Returns a number of numpy's as Python's, in a tuple or NamedTuple too; all else as it is."""
     if isinstance(value, tuple):
-        return tuple([as_python(each) for each in value])
+        return getattr(value, "_make", tuple)([as_python(each) for each in value])
     numpy = sys.modules.get("numpy")
     # In traced code a number of numpy's is a tensor, or a constant that PyTorch has made Python's.
     if numpy is None or torch.compiler.is_dynamo_compiling() or not isinstance(value, numpy.generic):

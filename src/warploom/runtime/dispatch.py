@@ -76,7 +76,7 @@ class Gradient(NamedTuple):
     """Schema of the tensors that the forward saves."""
     gradients: int
     """It returns as many, of the operator's first tensors."""
-    save: Callable[[Tensors, Any, Tensors, Sequence[bool]], tuple[Tensors, Options]]
+    save: Callable[[Any, Any, Tensors, Sequence[bool]], tuple[Tensors, Options]]
     """From tensors, options, results, and of which tensors gradients are wanted: the saved tensors, and the
     ``extra`` options of the backward."""
     run: Callable[..., Sequence[Tensor | None]]
@@ -107,20 +107,23 @@ class Operator:
     """How many tensors it returns."""
     options_type: Callable[..., Any]
     """Makes options of their values, in the order of the schema: a NamedTuple."""
-    forward: Callable[[Tensors, int, Any, Plans], Tensors]
+    forward: Callable[[Any, int, Any, Plans], Tensors]
     """Computes the results, from tensors, number, options, and plans of calls like this one. None for a result that
     a call does not have."""
-    fake: Callable[[Tensors, Any], Tensors]
+    fake: Callable[[Any, Any], Tensors]
     """Allocates the results."""
     gradient: Gradient | None = None
     refusal: str = ""
     """Why it has no gradient."""
     number: str = ""
     """Schema of the number, if it has one: ``SymInt offset``."""
-    flops: Callable[[Tensors, Any], int] | None = None
+    flops: Callable[[Any, Any], int] | None = None
     """Operations of its matrix products, for `torch.utils.flop_counter`."""
     differentiated: Callable[[Any, tuple[bool, ...]], Any] | None = None
     """Options of a call of which these tensors are differentiated, where launches depend on that."""
+
+    inputs_type: Callable[..., Any] = lambda *tensors: tensors
+    """Makes a call's tensors of their values, in the order of the schema: a NamedTuple, or by default a tuple."""
 
     anywhere: bool = False
     """Whether it runs without kernels too, as what chooses between these and PyTorch itself."""
@@ -152,7 +155,7 @@ class Operator:
 
     def split(self, arguments: Sequence[Any]) -> tuple[Tensors, int, Any]:
         """Arguments of the registered operator as tensors, number and options."""
-        tensors, rest = tuple(arguments[: self.inputs]), arguments[self.inputs :]
+        tensors, rest = self.inputs_type(*arguments[: self.inputs]), arguments[self.inputs :]
         number, rest = (rest[0], rest[1:]) if self.number else (0, rest)
         return tensors, number, self.options_type(*(tuple(o) if isinstance(o, list) else o for o in rest))
 
@@ -289,7 +292,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _Call, number: int, *tensors: Tensor | None) -> Tensors:
-        return call.run(tensors, number)
+        return call.run(call.operator.inputs_type(*tensors), number)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -299,7 +302,8 @@ class _Differentiable(torch.autograd.Function):
         gradient = operator.gradient
         if gradient is None:
             return
-        saved, ctx.extra = gradient.save(inputs[2:], call.options, output, ctx.needs_input_grad[2:])
+        tensors = operator.inputs_type(*inputs[2:])
+        saved, ctx.extra = gradient.save(tensors, call.options, output, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[r for r in output[operator.grads :] if r is not None])
         ctx.set_materialize_grads(False)
@@ -353,7 +357,7 @@ def apply(operator: Operator, tensors: Tensors, number: int, options: Any, plans
 
     Args:
         operator: The operator.
-        tensors: As in its schema.
+        tensors: As in its schema, of its ``inputs_type``.
         number: The number that varies; 0 where it has none.
         options: As in its schema.
         plans: Those of calls like this one, if it is known to be plain and eager.
@@ -428,11 +432,11 @@ class Function:
     def __init__(
         self,
         name: str,
-        check: Callable[[str, Tensors, Options, Any], Checked],
-        reference: Callable[[Tensors, Any, Checked, str], Any],
+        check: Callable[[str, Any, Any, Any], Checked],
+        reference: Callable[[Any, Any, Checked, str], Any],
         operator: Operator,
-        axes: Callable[[Tensors, Options], Axes] | None = None,
-        look: Callable[[str, Tensors], None] | None = None,
+        axes: Callable[[Any, Any], Axes] | None = None,
+        look: Callable[[str, Any], None] | None = None,
     ) -> None:
         """A function.
 
@@ -454,7 +458,8 @@ class Function:
 
         Args:
             backend: ``auto``, ``triton`` or ``torch``.
-            tensors: The arguments that should be tensors, or None; the one that decides device and dtype first.
+            tensors: The arguments that should be tensors, or None, of the operator's ``inputs_type``; the one that
+                decides device and dtype first.
             options: All other arguments. Of sequences that can be changed, copies.
             number: That of the operator.
         """
@@ -510,7 +515,7 @@ class Function:
         return run(tensors, number)
 
     def _on_a_shard(self, backend: str, options: Options, tensors: Sequence[Any], number: Any) -> Any:
-        return self(backend, tuple(tensors), options, number)
+        return self(backend, self.operator.inputs_type(*tensors), options, number)
 
 
 def _types(options: Options) -> tuple[Any, ...]:

@@ -9,10 +9,11 @@ import torch
 
 from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR
-from warploom.ops.lrpe.validation import Activation, Options, check, look
+from warploom.ops.lrpe.validation import Activation, check, look
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Tensors
+from warploom.runtime.dispatch import Checked, Function
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
@@ -172,47 +173,48 @@ def _run(
     if isinstance(grid, Sequence) and type(grid) not in (tuple, str):  # one that may change
         grid = tuple(grid)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
-    tensors = (x, theta, position_ids, offsets, cu_seqlens)
-    out: Tensor = function(backend, tensors, (kind, grid, prefix, activation), offset)
+    inputs = LrpeInputs(x, theta, position_ids, offsets, cu_seqlens)
+    out: Tensor = function(backend, inputs, (kind, grid, prefix, activation), offset)
     return out
 
 
-def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor:
-    x, theta, position_ids, offsets, cu_seqlens = checked.tensors(*tensors) if checked.tensors else tensors
-    options: Options = checked.options
-    places = {
-        "grid": options.grid or None, "prefix": options.prefix, "offset": offset if offsets is None else offsets,
-        "position_ids": position_ids, "cu_seqlens": cu_seqlens,
+def _run_reference(inputs: LrpeInputs, offset: int, checked: Checked, _: str) -> Tensor:
+    inputs = checked.tensors(*inputs) if checked.tensors else inputs  # type: ignore[assignment]
+    options: LrpeOptions = checked.options
+    arguments: dict[str, Any] = {
+        "grid": options.grid or None, "prefix": options.prefix,
+        "offset": offset if inputs.offsets is None else inputs.offsets,
+        "position_ids": inputs.position_ids, "cu_seqlens": inputs.cu_seqlens, "activation": options.activation,
     }  # fmt: skip
     if options.kind == "cosine":
-        out = reference.lrpe_cosine(x, theta, **places, activation=options.activation)
+        out = reference.lrpe_cosine(inputs.x, inputs.theta, **arguments)
     else:
         interleaved = options.kind == "interleaved"
-        out = reference.lrpe_rotate(x, theta, **places, activation=options.activation, interleaved=interleaved)
-    return in_order_of(x, out)
+        out = reference.lrpe_rotate(inputs.x, inputs.theta, **arguments, interleaved=interleaved)
+    return in_order_of(inputs.x, out)
 
 
-def _axes(tensors: Tensors, options: tuple[Any, ...]) -> Axes:
+def _axes(inputs: LrpeInputs, options: tuple[Any, ...]) -> Axes:
     """Batch entries, heads, and tokens whose positions are counted from the first, or given one by one."""
-    x, theta, position_ids, offsets, cu_seqlens = tensors
+    x, theta, ids, offsets = inputs.x, inputs.theta, inputs.position_ids, inputs.offsets
     _, grid, prefix, activation = options
-    plain = grid is None and prefix == 0 and cu_seqlens is None and activation != "softmax_sequence"
+    plain = grid is None and prefix == 0 and inputs.cu_seqlens is None and activation != "softmax_sequence"
     n = "n" if plain else "."
     of_x = f"b{n}h."[: x.dim()] if x.dim() == 4 else f"b{n}."
-    of_positions = "" if position_ids is None else (n if position_ids.dim() == 1 else f"b{n}.")
+    of_ids = "" if ids is None else (n if ids.dim() == 1 else f"b{n}.")
     of_theta = "h." if theta.dim() == 2 and x.dim() == 4 else ".."
     of_offsets = "b" if offsets is not None and offsets.dim() else ""
-    return Axes((of_x, of_theta, of_positions, of_offsets, ""), (of_x,), _moved)
+    return Axes((of_x, of_theta, of_ids, of_offsets, ""), (of_x,), _move)
 
 
-def _moved(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[Any], Any]:
-    """A shard of tokens that begins so far behind the first."""
-    x, theta, position_ids, offsets, cu_seqlens = tensors
-    if position_ids is not None:
-        return tensors, offset
-    if offsets is None:
-        return tensors, offset + first
-    return (x, theta, position_ids, offsets.long() + first, cu_seqlens), offset
+def _move(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[Any], Any]:
+    """Returns the tensors and the offset of a shard of tokens that begins so far behind the first."""
+    inputs = LrpeInputs(*tensors)
+    if inputs.position_ids is not None:
+        return inputs, offset
+    if inputs.offsets is None:
+        return inputs, offset + first
+    return inputs._replace(offsets=inputs.offsets.long() + first), offset
 
 
 _cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, look)

@@ -20,7 +20,6 @@ from warploom.ops.spec import (
     Inputs,
     Operator,
     Traffic,
-    Unsupported,
     need_cuda,
     normal,
 )
@@ -181,59 +180,9 @@ def _warploom(operator: Operator, case: Case) -> Provider:
     return functools.partial(operator.function, backend="triton")  # type: ignore[return-value]
 
 
-def _warploom_cache(operator: Operator, case: Case) -> Provider:
-    """Our kernels reading the angles' cosines and sines from a float32 table made once, outside the timing."""
-    need_cuda()
-    if case.get("theta_gradient"):
-        raise Unsupported("a table of cosines has no gradient for theta")
-    if case["activation"] == "softmax_sequence":
-        raise Unsupported("the kernels of softmax over the sequence take no table")
-    from warploom.ops.lrpe.operator import angle_table, variant_of
-    from warploom.ops.lrpe.problem import Positions
-    from warploom.ops.lrpe.validation import Options
-
-    kind = "cosine" if operator is COSINE else "rotate"
-    made: list[Callable[..., Tensor]] = []
-
-    def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        grid = tuple(grid or ())
-        if not made:
-            made.append(variant_of(table=angle_table(x, theta, Positions(prefix=prefix, grid=grid), kind)))
-        return made[0](x, theta, 0, Options(prefix, grid, kind, activation))
-
-    return cached
-
-
-def _warploom_block_parallel(operator: Operator, case: Case) -> Provider:
-    """Softmax over the sequence in three launches, which reads x twice: the variant of the published tables."""
-    need_cuda()
-    if case["activation"] != "softmax_sequence":
-        raise Unsupported("differs from warploom only where softmax runs over the sequence")
-    from warploom.ops.lrpe.operator import variant_of
-    from warploom.ops.lrpe.validation import Options
-
-    kind = "cosine" if operator is COSINE else "rotate"
-    run = variant_of(block_parallel=True)
-
-    def in_blocks(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
-        return run(x, theta, 0, Options(prefix, tuple(grid or ()), kind, activation))
-
-    return in_blocks
-
-
 def _providers(operator: Operator) -> dict[str, Callable[[Case], Provider]]:
-    return {
-        "warploom": lambda case: _warploom(operator, case),
-        "warploom_cache": lambda case: _warploom_cache(operator, case),
-        "warploom_block_parallel": lambda case: _warploom_block_parallel(operator, case),
-        **peers.providers("cosine" if operator is COSINE else "rotate"),
-    }
-
-
-def _rope_providers() -> dict[str, Callable[[Case], Provider]]:
-    ours = _providers(ROTATE)
-    del ours["warploom_block_parallel"]
-    return ours | peers.ROPE
+    theirs = peers.providers("cosine" if operator is COSINE else "rotate")
+    return {"warploom": lambda case: _warploom(operator, case), **theirs}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -333,7 +282,7 @@ BENCHES = (
         "lrpe-rope",
         _ROPE_SUITES,
         "RoPE: LRPE rotate with frequencies that all heads share",
-        _rope_providers(),
+        _providers(ROTATE) | peers.ROPE,
         compiled=True,
     ),
     _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),

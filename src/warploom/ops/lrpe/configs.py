@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import triton
+
+from warploom.ops.lrpe.call import LrpeCall
 
 T = TypeVar("T")
 
 
 def _first(table: Iterable[tuple[tuple[Any, ...], T]], *call: Any) -> T:
-    """What the first row that fits a call holds; None fits all."""
+    """Returns what the first row that fits a call holds; None fits all."""
     return next(found for row, found in table if all(x is None or x == y for x, y in zip(row, call, strict=True)))
 
 
@@ -21,8 +22,8 @@ def _first(table: Iterable[tuple[tuple[Any, ...], T]], *call: Any) -> T:
 # ----------------------------------------------------------------------------------------------------------
 
 
-class Tile(NamedTuple):
-    """How much a program does, and in how many threads."""
+class LrpeTile(NamedTuple):
+    """Work and threads of a program."""
 
     vectors: int  # of x to a row of angles
     warps: int
@@ -38,41 +39,41 @@ _SHARING = 4  # batch entries, from which programs with more vectors are not hal
 
 _TILES = (
     # size, kind, backward, activation, axes (3 for more too)
-    (("tiny", "cosine", None, "softmax", None), Tile(4, 4, 8)),  # a row in one warp
-    (("tiny", "cosine", None, None, None), Tile(4, 4, 4)),
-    (("tiny", None, None, None, None), Tile(2, 4, 4)),
-    (("small", "cosine", True, None, None), Tile(2, 2)),
-    (("small", "cosine", False, None, None), Tile(4, 2)),
-    (("small", None, True, "none", None), Tile(3, 4, 8)),
-    (("small", None, False, "none", None), Tile(4, 4, 8)),
-    (("small", None, True, None, None), Tile(2, 4, 8)),
-    (("small", None, False, "softmax", None), Tile(3, 4, 8)),
-    (("small", None, False, None, None), Tile(2, 2, 8)),
-    (("large", "cosine", True, None, 3), Tile(4, 2)),
-    (("large", "cosine", True, "softmax", None), Tile(3, 1)),
-    (("large", "cosine", True, None, None), Tile(2, 1)),
-    (("large", "cosine", False, "softmax", None), Tile(4, 2)),
-    (("large", "cosine", False, None, None), Tile(3, 2)),
-    (("large", None, True, "none", 3), Tile(3, 1)),
-    (("large", None, None, "none", None), Tile(2, 1)),
-    (("large", None, True, "softmax", None), Tile(2, 2)),
-    (("large", None, True, None, None), Tile(3, 2)),
-    (("large", None, False, None, 2), Tile(3, 2)),
-    (("large", None, False, None, 3), Tile(3, 2)),
-    (("large", None, False, None, None), Tile(2, 2)),
+    (("tiny", "cosine", None, "softmax", None), LrpeTile(4, 4, 8)),  # a row in one warp
+    (("tiny", "cosine", None, None, None), LrpeTile(4, 4, 4)),
+    (("tiny", None, None, None, None), LrpeTile(2, 4, 4)),
+    (("small", "cosine", True, None, None), LrpeTile(2, 2)),
+    (("small", "cosine", False, None, None), LrpeTile(4, 2)),
+    (("small", None, True, "none", None), LrpeTile(3, 4, 8)),
+    (("small", None, False, "none", None), LrpeTile(4, 4, 8)),
+    (("small", None, True, None, None), LrpeTile(2, 4, 8)),
+    (("small", None, False, "softmax", None), LrpeTile(3, 4, 8)),
+    (("small", None, False, None, None), LrpeTile(2, 2, 8)),
+    (("large", "cosine", True, None, 3), LrpeTile(4, 2)),
+    (("large", "cosine", True, "softmax", None), LrpeTile(3, 1)),
+    (("large", "cosine", True, None, None), LrpeTile(2, 1)),
+    (("large", "cosine", False, "softmax", None), LrpeTile(4, 2)),
+    (("large", "cosine", False, None, None), LrpeTile(3, 2)),
+    (("large", None, True, "none", 3), LrpeTile(3, 1)),
+    (("large", None, None, "none", None), LrpeTile(2, 1)),
+    (("large", None, True, "softmax", None), LrpeTile(2, 2)),
+    (("large", None, True, None, None), LrpeTile(3, 2)),
+    (("large", None, False, None, 2), LrpeTile(3, 2)),
+    (("large", None, False, None, 3), LrpeTile(3, 2)),
+    (("large", None, False, None, None), LrpeTile(2, 2)),
 )
 
 
-def tile_of(kind: str, activation: str, axes: int, backward: bool, theta_gradient: bool, x: torch.Tensor) -> Tile:
-    """The tile for a call on ``x``, whose tokens have so many coordinates."""
+def tile_of(call: LrpeCall, backward: bool, theta_gradient: bool) -> LrpeTile:
+    """Returns the tile for a call."""
+    x, kind = call.inputs.x, call.options.kind
     wide = x.element_size() > 2
     if theta_gradient:  # more vectors, or more than eight angles a thread, would spill registers
-        angles = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
-        return Tile(2 if wide else 3, max(1, triton.next_power_of_2(angles) // 256))
+        return LrpeTile(2 if wide else 3, max(1, triton.next_power_of_2(call.angles) // 256))
     size = "large"
     if x.numel() <= _SMALL and x.shape[0] >= _SHARING and not wide and kind != "interleaved":
         size = "tiny" if x.numel() <= _TINY else "small"
-    return _first(_TILES, size, kind, backward, activation, min(axes, 3))
+    return _first(_TILES, size, kind, backward, call.options.activation, min(call.axes, 3))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def tile_of(kind: str, activation: str, axes: int, backward: bool, theta_gradien
 
 
 class SequenceTile(NamedTuple):
-    """How a sequence is cut, and what a program computes at a time."""
+    """Cuts of a sequence, and what a program computes at a time."""
 
     width: int  # angles of a slab
     tokens: int  # of a part
@@ -108,7 +109,7 @@ _SEQUENCE_TILES = (
 
 
 def sequence_tile(short: bool, backward: bool, wide: bool, theta_gradient: bool, kind: str) -> SequenceTile:
-    """The tile for a call.
+    """Returns the tile for a call.
 
     ``short``: of one part, and not packed. ``wide``: in float32, or rows not read in vectors. Packed and wide
     rows, and exact sums for ``theta_gradient``, take more registers.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
 from warploom.ops.lrpe import reference
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
-from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.dispatch import Checked
 from warploom.runtime.values import check_bounds, check_positions
 
 Tensor = torch.Tensor
@@ -28,26 +29,16 @@ MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
 
 
-class Options(NamedTuple):
-    """Options of the operator."""
-
-    prefix: int
-    grid: tuple[int, ...]  # empty for positions on one axis
-    kind: str  # cosine, rotate or interleaved
-    activation: str
-    theta_gradient: bool = False  # whether theta's will be asked for
-
-
-def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
+def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) -> Checked:
     """Validate a call.
 
     Args:
         name: Of the public function.
-        tensors: x, theta, position_ids, offset (if it is a tensor) and cu_seqlens.
+        inputs: Its tensors.
         options: kind, grid, prefix and activation.
         offset: The offset, if it is no tensor.
     """
-    x, theta, position_ids, offsets, cu_seqlens = tensors
+    x, theta, position_ids, offsets, cu_seqlens = inputs
     kind, grid, prefix, activation = options
     _check_x_theta(name, x, theta)
     if kind != "cosine" and x.shape[-1] % 2:
@@ -83,23 +74,21 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     limit = _beyond_kernels(x, cu_seqlens)
     if grid is not None and len(grid) > MAX_AXES:
 
-        def at_coordinates(x: Tensor, theta: Tensor, *_: None) -> Tensors:
+        def at_coordinates(x: Tensor, theta: Tensor, *_: None) -> LrpeInputs:
             ids = reference.coordinates(x, grid, prefix, 0, None, None)
-            return x, theta, ids.expand(x.shape[0], -1, -1), None, None
+            return LrpeInputs(x, theta, ids.expand(x.shape[0], -1, -1))
 
-        settled = Options(prefix, grid, kind, activation)
-        return Checked(settled._replace(prefix=0, grid=()), limit, at_coordinates)
+        return Checked(LrpeOptions(0, (), kind, activation), limit, at_coordinates)
     counted = grid is None and position_ids is None and offsets is None
     numbers = (-LARGEST, LARGEST + 1 - tokens) if counted else (0, 0)
-    return Checked(Options(prefix, grid or (), kind, activation), limit, numbers=numbers)
+    return Checked(LrpeOptions(prefix, grid or (), kind, activation), limit, numbers=numbers)
 
 
-def look(name: str, tensors: Tensors) -> None:
+def look(name: str, inputs: LrpeInputs) -> None:
     """Check what tensors of a valid call hold."""
-    x, _, position_ids, offsets, cu_seqlens = tensors
-    check_positions(name, "position_ids", position_ids)
-    check_positions(name, "offset", offsets)
-    check_bounds(name, "cu_seqlens", cu_seqlens, x.shape[1])
+    check_positions(name, "position_ids", inputs.position_ids)
+    check_positions(name, "offset", inputs.offsets)
+    check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.x.shape[1])
 
 
 def _beyond_kernels(x: Tensor, cu_seqlens: Tensor | None) -> str | None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
 from warploom.ops.rotary_attention.operator import OPERATOR
-from warploom.ops.rotary_attention.validation import check
-from warploom.runtime.dispatch import Function
+from warploom.runtime.dispatch import Checked, Function
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
 
 def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, interleaved: bool = False) -> Tensor:
-    """Causal attention of queries and keys that are turned by their positions, counted from zero.
+    """Returns causal attention of queries and keys that are rotated by their positions, counted from zero.
 
     Args:
         qkv: ``(B, N, H + 2·Hkv, D)``: the heads of queries, keys and values, on a GPU; any strides.
@@ -28,7 +28,13 @@ def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, in
         ``(B, N, H, D)``.
     """
     kind = "interleaved" if interleaved else "rotate"
-    return _function("triton", (qkv, theta), (heads, kind, scale))  # type: ignore[no-any-return]
+    options = RotaryOptions(heads, kind, scale)
+    return _function("triton", RotaryInputs(qkv, theta), options)  # type: ignore[no-any-return]
+
+
+def _check(name: str, inputs: RotaryInputs, options: RotaryOptions, _: int) -> Checked:
+    """Takes a call as it is: layers make it of what they have checked."""
+    return Checked(options)
 
 
 def _run_reference(*_: Any) -> Any:
@@ -40,4 +46,4 @@ def _axes(*_: Any) -> Axes:
     return Axes(("b...", ".."), ("b...",))
 
 
-_function = Function("rotary_attention", check, _run_reference, OPERATOR, _axes)
+_function = Function("rotary_attention", _check, _run_reference, OPERATOR, _axes)

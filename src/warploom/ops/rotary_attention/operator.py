@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.rotary_attention.problem import queries_and_keys, split
-from warploom.ops.rotary_attention.validation import Options
+from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
 from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import attention_pairs
@@ -28,49 +27,48 @@ else:
 Tensor = torch.Tensor
 
 
-def _run(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    qkv, theta = tensors
-    return launches.forward(qkv, theta, options.heads, options.kind, options.scale, plans)
+def _forward(inputs: RotaryInputs, _: int, options: RotaryOptions, plans: Plans) -> Tensors:
+    return launches.forward(inputs, options, plans)
 
 
-def _fake(tensors: Tensors, options: Options) -> Tensors:
-    qkv, _ = tensors
+def _fake(inputs: RotaryInputs, options: RotaryOptions) -> Tensors:
+    qkv = inputs.qkv
     batch, tokens, _, features = qkv.shape
-    turned = empty_in_order_of(split(qkv, options.heads)[0], features)
-    out = empty_in_order_of(queries_and_keys(turned, options.heads)[0], features)
+    turned = empty_in_order_of(split_values(qkv, options.heads)[0], features)
+    out = empty_in_order_of(split_keys(turned, options.heads)[0], features)
     return out, turned, qkv.new_empty((2, batch, options.heads, tokens), dtype=torch.float32)
 
 
 def _save(
-    tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
+    inputs: RotaryInputs, options: RotaryOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
-    return (*tensors, *results), ()
+    return (*inputs, *results), ()
 
 
-def _run_backward(
-    grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
+def _backward(
+    grads: Tensors, saved: Tensors, _: int, options: RotaryOptions, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
-    (grad,), (qkv, theta, out, turned, statistics) = grads, saved
-    rest = (options.heads, options.kind, options.scale, wanted[1], plans)
-    return launches.backward(grad, qkv, theta, out, turned, statistics, *rest)
+    (grad,), (qkv, theta, *results) = grads, saved
+    forward = launches.RotaryResults(*results)
+    return launches.backward(grad, RotaryInputs(qkv, theta), forward, options, wanted[1], plans)
 
 
 def _backward_fake(
-    grads: Tensors, saved: Tensors, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool]
+    grads: Tensors, saved: Tensors, options: RotaryOptions, extra: tuple[Any, ...], wanted: Sequence[bool]
 ) -> Tensors:
     qkv, theta, *_ = saved
     return empty_in_order_of(qkv, qkv.shape[-1]), theta.new_empty(theta.shape) if wanted[1] else None
 
 
-def _flops(tensors: Tensors, options: Options) -> int:
-    """Those of attention: two products for every query and key, hidden or not."""
-    qkv, _ = tensors
+def _flops(inputs: Tensors, options: RotaryOptions) -> int:
+    """Returns those of attention: two products for every query and key, hidden or not."""
+    qkv, _ = inputs
     return 4 * attention_pairs(qkv, qkv, None, None) * options.heads * int(qkv.shape[3])
 
 
-def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
-    """Five products."""
+def _backward_flops(grads: Tensors, saved: Tensors, options: RotaryOptions) -> int:
+    """Returns those of five products."""
     return _flops(saved[:2], options) // 2 * 5
 
 
@@ -79,8 +77,9 @@ OPERATOR = Operator(
     tensors="Tensor qkv, Tensor theta",
     options="int heads, str kind, float scale",
     results=3,
-    options_type=Options,
-    forward=_run,
+    inputs_type=RotaryInputs,
+    options_type=RotaryOptions,
+    forward=_forward,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(
@@ -88,7 +87,7 @@ OPERATOR = Operator(
         saved="Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics",
         gradients=2,
         save=_save,
-        run=_run_backward,
+        run=_backward,
         fake=_backward_fake,
         flops=_backward_flops,
     ),

@@ -17,8 +17,8 @@ from warploom.ops.linear_attention.launches.calls import PLACES, Call, layout_of
 from warploom.ops.linear_attention.launches.forward import Rows, Shared, States, plan_product, plan_states
 from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.ops.lrpe import launches as lrpe
-from warploom.ops.lrpe.launches import ThetaSums, theta_sums
-from warploom.ops.lrpe.problem import Positions
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
+from warploom.ops.lrpe.launches import ThetaSums
 from warploom.runtime.launch import Dense, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -153,12 +153,12 @@ def _turn_back(
 
     ``rows`` are pairs of what was encoded and these gradients.
     """
-    positions, theta = Positions(offsets=inputs.offsets, offset=offset), inputs.theta
+    turns = LrpeOptions(kind=options.kind, activation=options.activation)
     dtheta: Tensor | None = None
     for (x, gradient), wants in zip(rows, wanted):
-        if wants and theta is not None:
-            rest = (positions, options.kind, options.activation, of_theta, None, plans, gradient)
-            part = lrpe.backward(gradient, x, theta, *rest)[1]
+        if wants and inputs.theta is not None:
+            encoded = LrpeInputs(x, inputs.theta, offsets=inputs.offsets)
+            part = lrpe.backward(gradient, encoded, offset, turns, of_theta, plans, gradient)[1]
             dtheta = part if dtheta is None or part is None else dtheta + part
     return dtheta
 
@@ -223,6 +223,6 @@ def plan_backward(
         decays = _plan_decays(call, grad, forward.states)
     if of_theta and theta is not None and on_hopper is None:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else q.shape[2])
-        sums = theta_sums(parts, theta, call.features, 1)
+        sums = ThetaSums.of(parts, theta, call.features, 1)
     outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
     return Backward(*outs, first, last, forward, reverse, query, key, value, on_hopper, decays, sums)

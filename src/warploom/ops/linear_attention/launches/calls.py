@@ -17,7 +17,7 @@ from warploom.ops.linear_attention.configs import (
 )
 from warploom.ops.linear_attention.kernels.tiles import Sizes, StateStrides, Variant
 from warploom.ops.linear_attention.problem import Inputs, Options
-from warploom.ops.lrpe.kernels.angles import Spec
+from warploom.ops.lrpe.kernels.angles import RowSpec
 from warploom.runtime.build import ALIGNMENT
 from warploom.runtime.launch import Dense, architecture, multiprocessors
 
@@ -118,11 +118,13 @@ class Call(NamedTuple):
             decay_h=0 if decay is None else decay.stride(-1),
         )  # fmt: skip
 
-    def spec(self, layout: Layout) -> Spec:
+    def spec(self, layout: Layout) -> RowSpec:
         """What LRPE's functions for rows are compiled for. Without encoding rows are loaded as for ``cosine``."""
         theta, kind = self.inputs.theta, self.options.kind
         frequencies = 1 if theta is None else theta.shape[-1]
-        return Spec("cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies)
+        return RowSpec(
+            "cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, self.features, frequencies
+        )
 
     def variant(self, tile: Tile, block_f: int, block_e: int, pieces: int, state_vec: int) -> Variant:
         """What a kernel is compiled for."""

@@ -16,10 +16,9 @@ from warploom.device.phase import cos_sin, phase_step, wrapping_add, wrapping_mu
 
 
 class AngleNumbers(NamedTuple):
-    """Strides of the tensors that angles are made of, and how tokens stand in a grid."""
+    """Strides of the tensors that angles are made of, and the grid in which tokens stand."""
 
-    theta_u: tl.int64
-    """Over ``THETA_VEC`` of `Spec`."""
+    theta_u: tl.int64  # over ``THETA_VEC`` of `RowSpec`
     theta_f: tl.int64
     ids_s: tl.int64
     ids_n: tl.int64
@@ -27,11 +26,8 @@ class AngleNumbers(NamedTuple):
     ids_k: tl.int64
     offsets_s: tl.int64
     offsets_u: tl.int64
-    table_n: tl.int64
-    table_u: tl.int64
     prefix: tl.int32
-    size1: tl.int32
-    """Of the grid's axes but the first, as are the next."""
+    size1: tl.int32  # sizes of the grid's axes but the first
     size2: tl.int32
     size3: tl.int32
     sequences: tl.int32
@@ -39,47 +35,40 @@ class AngleNumbers(NamedTuple):
 
 
 class Inverses(NamedTuple):
-    """What `divide` takes for the sizes of a grid's axes but the first."""
+    """Divisors for `divide`: sizes of a grid's axes but the first."""
 
     size1: tl.int64
     size2: tl.int64
     size3: tl.int64
 
 
-class Spec(NamedTuple):
-    """What the kernels are compiled for."""
+class RowSpec(NamedTuple):
+    """Compile-time choices of functions that read, write and turn rows."""
 
     KIND: str
-    AXES: int
-    """Coordinates of a token."""
-    VEC: int
-    """By which strides of x and the results are divided, all but those of features."""
+    AXES: int  # coordinates of a token
+    VEC: int  # by which strides of x and the results are divided, all but those of features
     THETA_VEC: int
-    UNIT: bool
-    """Whether features are adjacent."""
-    F: int
-    """Angles of a head."""
-    E: int
-    """Frequencies of a head."""
+    UNIT: bool  # whether features are adjacent
+    F: int  # angles of a head
+    E: int  # frequencies of a head
 
 
 class Angles(NamedTuple):
-    """What angles are made of. ``table`` (N, 1 or H, 2F), if given, has cosines and sines instead."""
+    """Sources of angles: tensors, the offset, and their numbers."""
 
     theta: tl.tensor
-    ids: tl.tensor
+    position_ids: tl.tensor
     offsets: tl.tensor
     cu_seqlens: tl.tensor
-    table: tl.tensor
     offset: tl.tensor
     numbers: AngleNumbers
     inverses: Inverses
-    """None: the kernel divides by the sizes themselves."""
 
 
 @triton.jit
 def divide(n, inverse):
-    """``n // d`` for 0 ≤ n < 2³¹, by the number that `warploom.ops.lrpe.launches.inverse_of` makes of d.
+    """Returns ``n // d`` for 0 ≤ n < 2³¹, by the number that `warploom.ops.lrpe.launches.inverse_of` makes of d.
 
     The processor has no instruction for it: what the compiler makes of ``//`` is a chain of thirty or so, through the
     slowest of its units, which everything that a program reads would wait for.
@@ -90,26 +79,26 @@ def divide(n, inverse):
 
 @triton.jit
 def divide_with_rest(n, by, inverse):
-    """``n // by`` and ``n % by``, for n ≥ 0; by `divide` if there is an ``inverse``."""
-    quotient = n // by if inverse is None else divide(n, inverse)
+    """Returns ``n // by`` and ``n % by``, for n ≥ 0."""
+    quotient = divide(n, inverse)
     return quotient, n - quotient * by
 
 
 @triton.jit
 def position_of(given):
-    """A position as a tensor gives it, in int64 if that is of 64 bits, or in int32."""
+    """Returns a position as a tensor gives it, in int64 if that is of 64 bits, or in int32."""
     return given if given.dtype == tl.int64 else given.to(tl.int32)
 
 
 @triton.jit
 def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
-    """Coordinates of tokens ``n`` (R,): (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,).
+    """Returns the coordinates of tokens ``n`` (R,): (R, 1), or (R, F) in several dimensions, where ``axis`` is (F,).
 
     They are int32, or int64 where a tensor gives them that has or may lead beyond.
     """
     numbers = angles.numbers
-    if angles.ids is not None:
-        rows = angles.ids + s * numbers.ids_s + u * numbers.ids_u + n.to(tl.int64) * numbers.ids_n
+    if angles.position_ids is not None:
+        rows = angles.position_ids + s * numbers.ids_s + u * numbers.ids_u + n.to(tl.int64) * numbers.ids_n
         if AXES == 1:
             position = position_of(tl.load(rows, mask=mask, other=0))[:, None]
         else:
@@ -130,17 +119,13 @@ def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
                 position = wrapping_add(i, angles.offset)
             position = tl.where(i >= 0, position, 0)[:, None]
         else:  # row-major coordinates in the grid; the prefix sits at the origin
-            inverse1 = None
-            inverse2 = None
-            inverse3 = None
-            if angles.inverses is not None:
-                inverse1, inverse2, inverse3 = angles.inverses
+            inverses = angles.inverses
             i = tl.maximum(i, 0)
             if AXES == 4:
-                i, c3 = divide_with_rest(i, numbers.size3, inverse3)
+                i, c3 = divide_with_rest(i, numbers.size3, inverses.size3)
             if AXES >= 3:
-                i, c2 = divide_with_rest(i, numbers.size2, inverse2)
-            c0, c1 = divide_with_rest(i, numbers.size1, inverse1)
+                i, c2 = divide_with_rest(i, numbers.size2, inverses.size2)
+            c0, c1 = divide_with_rest(i, numbers.size1, inverses.size1)
             a = axis[None, :]
             position = tl.where(a == 0, c0[:, None], c1[:, None])
             if AXES >= 3:
@@ -151,52 +136,32 @@ def token_positions(n, mask, s, u, axis, angles, AXES: tl.constexpr):
 
 
 @triton.jit
-def load_angles(n, u, mask, s, angles, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """What the angles of the rows (``n``, ``u``) for entry ``s`` are made of.
-
-    Positions (R, 1 or F), and frequencies (R, F) twice, or the stored cosines and sines.
-    """
-    numbers = angles.numbers
-    f = tl.arange(0, BLOCK_F)
-    axis = f // spec.E
-    turned = (axis < spec.AXES) & (f < spec.F)
-    if angles.table is not None:
-        ptrs = angles.table + (n.to(tl.int64) * numbers.table_n + u * numbers.table_u)[:, None] + f[None, :]
-        inside = mask[:, None] & (f < spec.F)[None, :]
-        first = tl.load(ptrs, mask=inside, other=1.0)
-        second = tl.load(ptrs + spec.F, mask=inside, other=0.0)
-    else:
-        e = f if spec.E >= spec.F else f % spec.E
-        if spec.THETA_VEC == 1:
-            # Not so where E is odd. It makes neighbouring threads read neighbouring frequencies, in the layout of x;
-            # each is read by itself all the same, since nothing is known of the alignment.
-            e = tl.max_contiguous(e * numbers.theta_f, 2)
-        ptrs = angles.theta + (u * (numbers.theta_u * spec.THETA_VEC))[:, None] + e[None, :]
-        first = tl.load(ptrs, mask=mask[:, None] & turned[None, :], other=0.0)
-        second = first
-    return token_positions(n, mask, s, u, axis, angles, spec.AXES), first, second
-
-
-@triton.jit
 def cos_sin_behind_loads(n, u, mask, s, angles, spec: tl.constexpr, BLOCK_F: tl.constexpr, HALF: tl.constexpr):
-    """Cosine and sine (R, F) of the rows (``n``, ``u``) for entry ``s``, read when the loads before are under way.
+    """Returns cosine and sine (R, F) of the rows (``n``, ``u``) for entry ``s``, once the loads before are under way.
 
     Without the barrier the assembler moves those loads behind what is computed from the frequencies: they would wait
     for these to come from memory.
     """
     tl.debug_barrier()
-    position, first, second = load_angles(n, u, mask, s, angles, spec, BLOCK_F)
-    if angles.table is not None:
-        cosine, sine = first, second
-    else:
-        whole, rest, unit = phase_step(first)
-        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
-    return cosine, sine
+    numbers = angles.numbers
+    f = tl.arange(0, BLOCK_F)
+    axis = f // spec.E
+    turned = (axis < spec.AXES) & (f < spec.F)
+    e = f if spec.E >= spec.F else f % spec.E
+    if spec.THETA_VEC == 1:
+        # Not so where E is odd. It makes neighbouring threads read neighbouring frequencies, in the layout of x;
+        # each is read by itself all the same, since nothing is known of the alignment.
+        e = tl.max_contiguous(e * numbers.theta_f, 2)
+    ptrs = angles.theta + (u * (numbers.theta_u * spec.THETA_VEC))[:, None] + e[None, :]
+    frequency = tl.load(ptrs, mask=mask[:, None] & turned[None, :], other=0.0)
+    position = token_positions(n, mask, s, u, axis, angles, spec.AXES)
+    whole, rest, unit = phase_step(frequency)
+    return cos_sin(position, whole, rest, unit, HALF)
 
 
 @triton.jit
 def load_frequencies(angles, h, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Phase steps of a head (1, F) from angle ``first`` on: see `phase_step`."""
+    """Returns the phase steps of a head (1, F) from angle ``first`` on: see `phase_step`."""
     f = first + tl.arange(0, BLOCK_F)
     turned = (f // spec.E < spec.AXES) & (f < spec.F)
     e = f if spec.E >= spec.F else f % spec.E

@@ -9,9 +9,9 @@ from warploom.device.activations import activate, softmax_pair_parts, softmax_pa
 from warploom.device.packed import is_in_sequence
 from warploom.ops.lrpe.kernels.angles import AngleNumbers, Angles, Inverses, cos_sin_behind_loads
 from warploom.ops.lrpe.kernels.rows import (
-    Sizes,
+    RowSizes,
+    RowStrides,
     Split,
-    Strides,
     load_input,
     row_pointers,
     rows_of,
@@ -22,7 +22,7 @@ from warploom.ops.lrpe.kernels.rows import (
 
 @triton.jit
 def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
+    """Returns two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
     scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
@@ -40,7 +40,7 @@ def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F
 
 @triton.jit
 def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
-    """The pair of results for x̄."""
+    """Returns the pair of results for x̄."""
     if KIND == "cosine":
         first = x1 * cosine
         second = x1 * sine
@@ -55,7 +55,7 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
 def store_turned(
     rows, x, cosine, sine, mask, stride, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
-    """Activate one vector, ``x`` as `load_input` gave it, and store it turned."""
+    """Activates one vector, ``x`` as `load_input` gave it, and stores it turned."""
     x1, x2, scale = activate_input(widen(x[0]), widen(x[1]), spec, ACTIVATION, BLOCK_F)
     o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, spec.KIND)
     store_pair(rows, o1, o2, mask, stride, 0, spec, BLOCK_F)
@@ -63,22 +63,19 @@ def store_turned(
 
 @triton.jit
 def forward_kernel(
-    x, out, theta, ids, offsets, cu_seqlens, table, counters, offset: tl.int32, sizes: Sizes, numbers: AngleNumbers,
-    inverses: Inverses, split: Split, x_strides: Strides, out_strides: Strides,
-    spec: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS_INNER: tl.constexpr, blocks: tl.constexpr,
+    x, out, theta, position_ids, offsets, cu_seqlens, offset: tl.int32, sizes: RowSizes, numbers: AngleNumbers,
+    inverses: Inverses, split: Split, x_strides: RowStrides, out_strides: RowStrides,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows a program, for ``blocks.S`` of the entries that share it.
-
-    ``counters`` (2,) are set to zero, if there are any, for a kernel that counts its tiles and is launched next.
-    """
-    if counters is not None and tl.program_id(0) == 0:
-        tl.store(counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
-    S: tl.constexpr = blocks.S
-    angles = Angles(theta, ids, offsets, cu_seqlens, table, offset, numbers, inverses)
+    """Encodes one tile of rows a program, for ``config.S`` of the entries that share it."""
+    S: tl.constexpr = config.S
+    spec: tl.constexpr = config.spec
+    ACTIVATION: tl.constexpr = config.ACTIVATION
+    angles = Angles(theta, position_ids, offsets, cu_seqlens, offset, numbers, inverses)
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
-    s_block, row_block = split_program(split, TOKENS_INNER)
+    s_block, row_block = split_program(split, config.TOKENS_INNER)
     s_first = s_block * S
-    n, u, mask = rows_of(row_block * blocks.R, sizes, split.rows_inverse, blocks.R, TOKENS_INNER)
+    n, u, mask = rows_of(row_block * config.R, sizes, split.rows_inverse, config.R, config.TOKENS_INNER)
     x_rows = row_pointers(x, n, u, s_first, x_strides, spec.VEC)
     out_rows = row_pointers(out, n, u, s_first, out_strides, spec.VEC)
 
@@ -88,8 +85,8 @@ def forward_kernel(
     xs = ()
     for i in tl.static_range(S):
         ahead = given & (s_first + i < sizes.s)
-        xs = xs + (load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, blocks.F),)
-    cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, blocks.F, HALF)
+        xs = xs + (load_input(x_rows + i * (x_strides.s * spec.VEC), ahead, x_strides.f, 0, spec, config.F),)
+    cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, config.F, HALF)
     if cu_seqlens is not None:
         cosine = tl.where(given[:, None], cosine, 0.0)
         sine = tl.where(given[:, None], sine, 0.0)
@@ -100,9 +97,9 @@ def forward_kernel(
     if full:
         for i in tl.static_range(S):
             rows = out_rows + i * (out_strides.s * spec.VEC)
-            store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)
+            store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)
     else:
         for i in tl.static_range(GUARDED):
             if s_first + i < sizes.s:
                 rows = out_rows + i * (out_strides.s * spec.VEC)
-                store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, blocks.F)
+                store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)

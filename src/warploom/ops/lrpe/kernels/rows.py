@@ -18,11 +18,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.ops.lrpe.kernels.angles import divide
+from warploom.ops.lrpe.kernels.angles import RowSpec, divide
 
 
-class Strides(NamedTuple):
-    """Of a tensor; all but that of features come divided by ``VEC`` of `Spec`."""
+class RowStrides(NamedTuple):
+    """Strides of a tensor; all but that of features come divided by ``VEC`` of `RowSpec`."""
 
     s: tl.int64
     n: tl.int64
@@ -30,8 +30,8 @@ class Strides(NamedTuple):
     f: tl.int64
 
 
-class Sizes(NamedTuple):
-    """Of the axes that rows and S run over."""
+class RowSizes(NamedTuple):
+    """Sizes of the axes that rows and S run over."""
 
     tokens: tl.int32
     u: tl.int32
@@ -39,26 +39,28 @@ class Sizes(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs are split into blocks of S and of rows, and rows into tokens and ``u``."""
+    """Divisors that split programs into blocks of S and of rows, and rows into tokens and ``u``."""
 
-    blocks: tl.int32
-    """Of the axis that moves faster."""
+    blocks: tl.int32  # blocks of the axis that moves faster
     blocks_inverse: tl.int64
-    rows_inverse: tl.int64
-    """Of the faster of tokens and ``u``; both are for `divide`."""
+    rows_inverse: tl.int64  # for the size of the faster of tokens and ``u``
 
 
-class Blocks(NamedTuple):
-    """What a program computes at a time."""
+class LrpeConfig(NamedTuple):
+    """Compile-time choices of a kernel."""
 
-    S: int
-    R: int
-    F: int
+    spec: RowSpec
+    ACTIVATION: str
+    TOKENS_INNER: bool  # whether S runs over the heads, and rows count tokens fastest
+    ONE_THETA: bool  # whether all heads share a row of theta
+    S: int  # vectors of x for each row of a tile
+    R: int  # rows of a tile
+    F: int  # angles of a row, as a block
 
 
 @triton.jit
 def split_program(split, TOKENS_INNER: tl.constexpr):
-    """Block of S and block of rows of this program. Whatever lies closer together in memory moves faster.
+    """Returns the block of S and the block of rows of this program. Whatever lies closer together in memory moves faster.
 
     That is S where it runs over the heads of a token, and the rows where S runs over the batch: a copy kernel
     that takes the batch first takes 590 µs for what takes 578 µs this way and 570 µs without a batch axis.
@@ -75,7 +77,7 @@ def split_program(split, TOKENS_INNER: tl.constexpr):
 
 @triton.jit
 def rows_of(first_row, sizes, inverse, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.constexpr):
-    """Token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each.
+    """Returns token (int32), ``u`` (int64) and validity of the rows of a tile, (R,) each.
 
     The last tile may reach beyond 2³¹, and rows become negative there.
     """
@@ -92,14 +94,14 @@ def rows_of(first_row, sizes, inverse, BLOCK_R: tl.constexpr, TOKENS_INNER: tl.c
 
 @triton.jit
 def row_pointers(base, n, u, s, strides, VEC: tl.constexpr):
-    """Pointers (R, 1) to feature 0 of every row of entry ``s``, in 64 bits."""
+    """Returns pointers (R, 1) to feature 0 of every row of entry ``s``, in 64 bits."""
     rows = base + (n.to(tl.int64) * (strides.n * VEC) + u * (strides.u * VEC))[:, None]
     return rows + s.to(tl.int64) * (strides.s * VEC)
 
 
 @triton.jit
 def load_pair(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Both members of the pairs from angle ``first`` on, (R, F) each, in the dtype of memory.
+    """Returns both members of the pairs from angle ``first`` on, (R, F) each, in the dtype of memory.
 
     ``rows`` (R, 1) point at feature 0.
     """
@@ -119,7 +121,7 @@ def load_pair(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constex
 
 @triton.jit
 def store_pair(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The inverse of `load_pair`; rounds to the dtype of memory."""
+    """Stores what `load_pair` loads, rounded to the dtype of memory."""
     F: tl.constexpr = spec.F
     dtype = rows.dtype.element_ty
     if spec.KIND == "interleaved":
@@ -136,7 +138,7 @@ def store_pair(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F:
 
 @triton.jit
 def load_input(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """``x`` from angle ``first`` on as two tiles (R, F): its pairs, or for ``cosine`` its features twice."""
+    """Returns ``x`` from angle ``first`` on as two tiles (R, F): its pairs, or for ``cosine`` its features twice."""
     if spec.KIND == "cosine":
         f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < spec.F)[None, :]
@@ -149,7 +151,7 @@ def load_input(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.conste
 
 @triton.jit
 def store_input(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The inverse of `load_input`; rounds to the dtype of memory."""
+    """Stores what `load_input` loads, rounded to the dtype of memory."""
     if spec.KIND == "cosine":
         f = first + tl.arange(0, BLOCK_F)
         inside = mask[:, None] & (f < spec.F)[None, :]

@@ -101,10 +101,10 @@ def combine_sums(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def statistics_pointers(call, group, tile, variant: tl.constexpr):
+def statistics_pointers(call, group, tile, config: tl.constexpr):
     """Where a group's shifts are, (1, P · W), and which columns there are; reciprocal sums lie P · F behind."""
-    F: tl.constexpr = variant.spec.F
-    c = tl.arange(0, variant.P * variant.W)[None, :]
-    f = tile.first + c // variant.P
-    base = call.statistics + (group * call.sizes.heads + tile.h) * (2 * variant.P * F)
-    return base + (c % variant.P) * F + f, f < F
+    F: tl.constexpr = config.spec.F
+    c = tl.arange(0, config.P * config.W)[None, :]
+    f = tile.first + c // config.P
+    base = call.statistics + (group * call.sizes.heads + tile.h) * (2 * config.P * F)
+    return base + (c % config.P) * F + f, f < F

@@ -19,12 +19,12 @@ import triton.language as tl
 from warploom.device.activations import widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
-from warploom.ops.lrpe.kernels.angles import Angles, Spec, divide, token_positions
+from warploom.ops.lrpe.kernels.angles import Angles, RowSpec, divide, token_positions
 from warploom.ops.lrpe.kernels.forward import turn
-from warploom.ops.lrpe.kernels.rows import Strides, load_input, store_input, store_pair
+from warploom.ops.lrpe.kernels.rows import RowStrides, load_input, store_input, store_pair
 
 
-class Sizes(NamedTuple):
+class SequenceSizes(NamedTuple):
     """How the work is cut; the inverses are for `divide`."""
 
     tokens: tl.int32
@@ -39,10 +39,10 @@ class Sizes(NamedTuple):
     lag: tl.int32
 
 
-class Variant(NamedTuple):
+class SequenceConfig(NamedTuple):
     """What a kernel is compiled for."""
 
-    spec: Spec
+    spec: RowSpec
     P: int
     """Members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``."""
     EXACT: int
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
     """Loads under way at once in loops over a tile."""
 
 
-class Call(NamedTuple):
+class SequenceCall(NamedTuple):
     """What a kernel is given. ``out`` is the gradient of x in a backward, and ``grad`` None in a forward."""
 
     x: tl.tensor
@@ -71,13 +71,13 @@ class Call(NamedTuple):
     dtheta: tl.tensor
     cu_seqlens: tl.tensor
     angles: Angles
-    sizes: Sizes
-    x_strides: Strides
-    grad_strides: Strides
-    out_strides: Strides
+    sizes: SequenceSizes
+    x_strides: RowStrides
+    grad_strides: RowStrides
+    out_strides: RowStrides
 
 
-class Tile(NamedTuple):
+class SlabTile(NamedTuple):
     """Tokens ``start`` to ``end`` of a slab, whose angles begin with ``first``, and the groups that they belong to."""
 
     b: tl.tensor
@@ -106,9 +106,9 @@ class Run(NamedTuple):
 
 
 @triton.jit
-def tile_of(number, call, variant: tl.constexpr):
+def tile_of(number, call, config: tl.constexpr):
     """The tile of a number."""
-    SLABS: tl.constexpr = (variant.spec.F + variant.W - 1) // variant.W
+    SLABS: tl.constexpr = (config.spec.F + config.W - 1) // config.W
     sizes = call.sizes
     rest = number // SLABS
     unit = divide(rest, sizes.parts_inverse)
@@ -125,8 +125,8 @@ def tile_of(number, call, variant: tl.constexpr):
         first_group = tl.min(touched, axis=0)
         last_group = tl.max(touched, axis=0)
     slab = number - rest * SLABS
-    return Tile(
-        b.to(tl.int64), (unit - b * sizes.heads).to(tl.int64), slab * variant.W, part, unit * SLABS + slab, start, end,
+    return SlabTile(
+        b.to(tl.int64), (unit - b * sizes.heads).to(tl.int64), slab * config.W, part, unit * SLABS + slab, start, end,
         first_group, last_group,
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def run_of(group, tile, call):
 
 
 @triton.jit
-def rows_of(base, strides, tile, VEC: tl.constexpr):
+def slab_rows(base, strides, tile, VEC: tl.constexpr):
     """Token 0 of a tile's batch entry and head, (1, 1)."""
     return base + (tile.b * (strides.s * VEC) + tile.h * (strides.u * VEC) + tl.zeros((1, 1), tl.int64))
 
@@ -168,56 +168,56 @@ def block_rows(row, run, R: tl.constexpr):
 
 
 @triton.jit
-def clear_tail(tile, call, variant: tl.constexpr):
+def clear_tail(tile, call, config: tl.constexpr):
     """Write zeros, output or gradient, to a tile's rows behind the last sequence."""
-    spec: tl.constexpr = variant.spec
+    spec: tl.constexpr = config.spec
     numbers = call.angles.numbers
     behind = tl.load(call.cu_seqlens + numbers.sequences * numbers.cu_stride).to(tl.int32)
-    rows = rows_of(call.out, call.out_strides, tile, spec.VEC)
-    zeros = tl.zeros((variant.R, variant.W), tl.float32)
-    for row in range(tl.maximum(tile.start, behind), tile.end, variant.R):
-        n = row + tl.arange(0, variant.R)
+    rows = slab_rows(call.out, call.out_strides, tile, spec.VEC)
+    zeros = tl.zeros((config.R, config.W), tl.float32)
+    for row in range(tl.maximum(tile.start, behind), tile.end, config.R):
+        n = row + tl.arange(0, config.R)
         to = rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)
         if call.grad is None:
-            store_pair(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, variant.W)
+            store_pair(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, config.W)
         else:
-            store_input(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, variant.W)
+            store_input(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, config.W)
 
 
 @triton.jit
-def load_x(row, run, tile, call, variant: tl.constexpr):
+def load_x(row, run, tile, call, config: tl.constexpr):
     """Both members of a block of ``x`` in float32, (R, W) each. Rows behind the run's last token are as that."""
-    spec: tl.constexpr = variant.spec
-    n, _ = block_rows(row, run, variant.R)
+    spec: tl.constexpr = config.spec
+    n, _ = block_rows(row, run, config.R)
     n = tl.minimum(n, run.end - 1).to(tl.int64)[:, None]
-    rows = rows_of(call.x, call.x_strides, tile, spec.VEC) + n * (call.x_strides.n * spec.VEC)
-    mask = tl.full((variant.R,), True, tl.int1)
-    x1, x2 = load_input(rows, mask, call.x_strides.f, tile.first, spec, variant.W)
+    rows = slab_rows(call.x, call.x_strides, tile, spec.VEC) + n * (call.x_strides.n * spec.VEC)
+    mask = tl.full((config.R,), True, tl.int1)
+    x1, x2 = load_input(rows, mask, call.x_strides.f, tile.first, spec, config.W)
     return widen(x1), widen(x2)
 
 
 @triton.jit
-def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
     """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
-    n, mask = block_rows(row, run, variant.R)
-    axis = (tile.first + tl.arange(0, variant.W)) // variant.spec.E
-    place = n if call.angles.ids is not None else n - run.group_start
-    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, variant.spec.AXES)
+    n, mask = block_rows(row, run, config.R)
+    axis = (tile.first + tl.arange(0, config.W)) // config.spec.E
+    place = n if call.angles.position_ids is not None else n - run.group_start
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, config.spec.AXES)
     whole, rest, unit = steps
     cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
     return position, cosine, sine
 
 
 @triton.jit
-def first_angles(run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
     """What `next_angles` takes for a run's first block.
 
     With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
     """
-    if variant.STEPPED:
-        _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, variant)
+    if config.STEPPED:
+        _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, config)
         whole, rest, unit = steps
-        step_cosine, step_sine = cos_sin(tl.full((1, 1), variant.R, tl.int32), whole, rest, unit, not EXACT)
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), whole, rest, unit, not EXACT)
         turning = (cosine, sine, step_cosine, step_sine)
     else:
         turning = (run.start,)
@@ -225,22 +225,22 @@ def first_angles(run, tile, call, steps, EXACT: tl.constexpr, variant: tl.conste
 
 
 @triton.jit
-def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, variant: tl.constexpr):
+def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
     """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
 
     To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
     with the number of steps: 1e-4 after 128. For results in float32 each fourth block has new angles.
     """
     position = 0
-    if variant.STEPPED:
+    if config.STEPPED:
         cosine, sine, step_cosine, step_sine = turning
         if EXACT:
-            if (row - run.start) // variant.R % 4 == 0:
-                _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+            if (row - run.start) // config.R % 4 == 0:
+                _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
         next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
         turning = (next_cosine, next_sine, step_cosine, step_sine)
     else:
-        position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, variant)
+        position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
     return position, cosine, sine, turning
 
 
@@ -250,11 +250,11 @@ def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, varia
 
 
 @triton.jit
-def slot_pointers(call, slot, tile, variant: tl.constexpr):
+def slot_pointers(call, slot, tile, config: tl.constexpr):
     """A slot's first kind of columns, (1, P · W)."""
     KINDS: tl.constexpr = 2 if call.grad is None else 1
-    c = tl.arange(0, variant.P * variant.W)[None, :]
-    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * variant.P * variant.W) + c
+    c = tl.arange(0, config.P * config.W)[None, :]
+    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * config.P * config.W) + c
 
 
 @triton.jit
