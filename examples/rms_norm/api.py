@@ -6,11 +6,11 @@ import torch
 
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Tensors
+from warploom.runtime.dispatch import Checked, Function
 from warploom.runtime.sharding import Axes
 
 from . import reference
-from .operator import OPERATOR, Options
+from .operator import OPERATOR, RmsNormInputs, RmsNormOptions
 
 MAX_FEATURES = 16384
 """Features of a row that the kernels hold on chip."""
@@ -38,11 +38,11 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467, equation 4.
     """
-    return _function(backend, (x, weight), (eps,))
+    return _function(backend, RmsNormInputs(x, weight), RmsNormOptions(eps))
 
 
-def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
-    x, weight = tensors
+def _check(name: str, inputs: RmsNormInputs, options: RmsNormOptions, _: int) -> Checked:
+    x, weight = inputs
     if x.dim() != 3:
         raise fault(ShapeError, name, "x", "(B, N, D)", tuple(x.shape))
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
@@ -53,11 +53,11 @@ def _check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Che
     if weight.device != x.device:
         raise fault(DeviceError, name, "weight", f"on the device of x, {x.device}", weight.device)
     limit = f"rows of {x.shape[-1]} features, {MAX_FEATURES} at most" if x.shape[-1] > MAX_FEATURES else None
-    return Checked(Options(*options), limit)
+    return Checked(options, limit)
 
 
-def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> torch.Tensor:
-    return reference.rms_norm(*tensors, eps=checked.options.eps)
+def _run_reference(inputs: RmsNormInputs, _: int, checked: Checked, backend: str) -> torch.Tensor:
+    return reference.rms_norm(inputs.x, inputs.weight, eps=checked.options.eps)
 
 
 def _axes(*_: Any) -> Axes:

@@ -14,27 +14,43 @@ else:
     kernels = Late(".kernels", __package__)  # imports Triton
 
 
-class Options(NamedTuple):
-    """Options of the operator."""
+class RmsNormInputs(NamedTuple):
+    """The tensors of a call, by the same names from the public function to the kernels."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+
+class RmsNormOptions(NamedTuple):
+    """The options of a call."""
 
     eps: float
 
 
-def forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    """The result. Where nothing needs to be planned ahead, ``plans`` stay empty."""
-    return (kernels.forward(*tensors, options.eps),)
+def forward(inputs: RmsNormInputs, _: int, options: RmsNormOptions, plans: Plans) -> Tensors:
+    """Returns the result. Where nothing needs to be planned ahead, ``plans`` stay empty."""
+    return (kernels.forward(inputs.x, inputs.weight, options.eps),)
 
 
-def save(tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]) -> tuple[Tensors, Any]:
-    """The tensors that the backward takes: the inputs. It has no options of its own."""
-    return tensors, ()
+def save(
+    inputs: RmsNormInputs, options: RmsNormOptions, results: Tensors, wanted: Sequence[bool]
+) -> tuple[Tensors, Any]:
+    """Returns the tensors that the backward takes: the inputs. It has no options of its own."""
+    return inputs, ()
 
 
 def backward(
-    grads: Tensors, saved: Tensors, _: int, options: Options, extra: Any, wanted: Sequence[bool], plans: Plans
+    grads: Tensors,
+    saved: Tensors,
+    _: int,
+    options: RmsNormOptions,
+    extra: Any,
+    wanted: Sequence[bool],
+    plans: Plans,
 ) -> Tensors:
-    """Gradients of x and weight."""
-    return kernels.backward(*grads, *saved, options.eps)
+    """Returns the gradients of x and weight."""
+    inputs = RmsNormInputs(*saved)
+    return kernels.backward(grads[0], inputs.x, inputs.weight, options.eps)
 
 
 OPERATOR = Operator(
@@ -42,9 +58,10 @@ OPERATOR = Operator(
     tensors="Tensor x, Tensor weight",
     options="float eps",
     results=1,
-    options_type=Options,
+    inputs_type=RmsNormInputs,
+    options_type=RmsNormOptions,
     forward=forward,
-    fake=lambda tensors, options: (torch.empty_like(tensors[0]),),
+    fake=lambda inputs, options: (torch.empty_like(inputs.x),),
     gradient=Gradient(
         grads="Tensor grad",
         saved="Tensor x, Tensor weight",
