@@ -131,4 +131,4 @@ def test_a_registered_operator_says_where_it_cannot_run(monkeypatch: pytest.Monk
 def test_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     with pytest.raises(BackendError, match=r"^warploom\.none: Triton is not installed"):
-        dispatch.Late(".none", "warploom").forward()
+        dispatch.LazyModule(".none", "warploom").forward()

@@ -285,11 +285,11 @@ def test_without_what_recognises_tensors_calls_are_known_by_their_keys(
 def test_options_are_recalled_if_they_are_equal_and_of_the_same_types(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
 
-    def check(name: str, tensors: Any, options: Any, number: Any) -> dispatch.Checked:
+    def check(name: str, tensors: Any, options: Any, number: Any) -> dispatch.ValidatedCall:
         checked.append(options)
-        return dispatch.Checked(None, numbers=(0, 3))
+        return dispatch.ValidatedCall(None, numbers=(0, 3))
 
-    twice = SimpleNamespace(differentiated=None, gradient=None, forward=lambda tensors, *_: (2 * tensors[0],))
+    twice = SimpleNamespace(specialize=None, gradient=None, forward=lambda tensors, *_: (2 * tensors[0],))
     function = dispatch.Function("f", check, lambda *_: None, twice)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
     monkeypatch.setattr(dispatch, "are_kept", lambda _: True)

@@ -228,8 +228,8 @@ def test_a_function_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(tensors: Any, number: int, options: Any, plans: Plans) -> tuple[Any]:
         return ((plans.get("shape", lambda: tensors[0].shape), options, number),)
 
-    operator = SimpleNamespace(differentiated=None, gradient=None, forward=forward)
-    check = lambda name, tensors, options, number: dispatch.Checked(options, numbers=(0, 9))  # noqa: E731
+    operator = SimpleNamespace(specialize=None, gradient=None, forward=forward)
+    check = lambda name, tensors, options, number: dispatch.ValidatedCall(options, numbers=(0, 9))  # noqa: E731
     function = dispatch.Function("f", check, lambda *_: None, operator)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
     monkeypatch.setattr(dispatch, "are_kept", lambda _: True)

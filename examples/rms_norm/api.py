@@ -6,7 +6,7 @@ import torch
 
 from warploom.errors import DeviceError, DtypeError, ShapeError, fault
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function
+from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.sharding import Axes
 
 from . import reference
@@ -41,7 +41,7 @@ def rms_norm(
     return _function(backend, RmsNormInputs(x, weight), RmsNormOptions(eps))
 
 
-def _check(name: str, inputs: RmsNormInputs, options: RmsNormOptions, _: int) -> Checked:
+def _check(name: str, inputs: RmsNormInputs, options: RmsNormOptions, _: int) -> ValidatedCall:
     x, weight = inputs
     if x.dim() != 3:
         raise fault(ShapeError, name, "x", "(B, N, D)", tuple(x.shape))
@@ -53,11 +53,11 @@ def _check(name: str, inputs: RmsNormInputs, options: RmsNormOptions, _: int) ->
     if weight.device != x.device:
         raise fault(DeviceError, name, "weight", f"on the device of x, {x.device}", weight.device)
     limit = f"rows of {x.shape[-1]} features, {MAX_FEATURES} at most" if x.shape[-1] > MAX_FEATURES else None
-    return Checked(options, limit)
+    return ValidatedCall(options, limit)
 
 
-def _run_reference(inputs: RmsNormInputs, _: int, checked: Checked, backend: str) -> torch.Tensor:
-    return reference.rms_norm(inputs.x, inputs.weight, eps=checked.options.eps)
+def _run_reference(inputs: RmsNormInputs, _: int, call: ValidatedCall, backend: str) -> torch.Tensor:
+    return reference.rms_norm(inputs.x, inputs.weight, eps=call.options.eps)
 
 
 def _axes(*_: Any) -> Axes:

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from . import kernels
 else:
-    kernels = Late(".kernels", __package__)  # imports Triton
+    kernels = LazyModule(".kernels", __package__)  # imports Triton
 
 
 class RmsNormInputs(NamedTuple):
@@ -53,19 +53,19 @@ def backward(
     return kernels.backward(grads[0], inputs.x, inputs.weight, options.eps)
 
 
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="rms_norm",
     tensors="Tensor x, Tensor weight",
     options="float eps",
-    results=1,
+    num_results=1,
     inputs_type=RmsNormInputs,
     options_type=RmsNormOptions,
     forward=forward,
     fake=lambda inputs, options: (torch.empty_like(inputs.x),),
     gradient=Gradient(
-        grads="Tensor grad",
+        grad_outputs="Tensor grad",
         saved="Tensor x, Tensor weight",
-        gradients=2,
+        num_gradients=2,
         save=save,
         run=backward,
         fake=lambda grads, saved, *_: tuple(map(torch.empty_like, saved)),

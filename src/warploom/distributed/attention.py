@@ -40,7 +40,7 @@ from warploom.ops.flash_attention.validation import Precision, check
 from warploom.runtime.arguments import as_python
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend, use_triton
-from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
+from warploom.runtime.dispatch import CustomOperator, Gradient, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.names import known_arguments, refuse_unknown
@@ -459,20 +459,20 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens"
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name=NAME,
-    anywhere=True,
+    any_backend=True,
     tensors=_TENSORS,
     options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap, bool kernels, str layout, "
     "str group",
-    results=4,
+    num_results=4,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     gradient=Gradient(
-        grads="Tensor? grad, Tensor? grad_lse",
+        grad_outputs="Tensor? grad, Tensor? grad_lse",
         saved=f"{_TENSORS}, Tensor out, Tensor statistics, Tensor bounds",
-        gradients=4,
+        num_gradients=4,
         save=_save,
         run=_backward,
         fake=_backward_fake,

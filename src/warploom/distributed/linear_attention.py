@@ -38,7 +38,7 @@ from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.arguments import as_python
 from warploom.runtime.autocast import under_autocast, without_autocast
 from warploom.runtime.backend import Backend, use_triton
-from warploom.runtime.dispatch import Gradient, Operator, Tensors, apply
+from warploom.runtime.dispatch import CustomOperator, Gradient, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.plans import Plans, metadata
@@ -206,7 +206,7 @@ def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = Fal
     if options.kernels:
         from warploom.ops.linear_attention.operator import OPERATOR as ONE
 
-        out, state = ONE.launch(*ONE.arguments(inputs, offset, one))
+        out, state = ONE.op_without_autograd(*ONE.join_arguments(inputs, offset, one))
         return out, state if return_state else None
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
     with without_autocast(q):
@@ -228,9 +228,9 @@ def _gradients(
     if options.kernels:
         from warploom.ops.linear_attention.operator import OPERATOR as ONE
 
-        backward: Any = ONE.backward
+        backward: Any = ONE.backward_operator
         rest = (*options.one(grad_state is not None), wanted)
-        found = backward.op(*backward.arguments((grad, grad_state, *inputs), offset, rest))
+        found = backward.op(*backward.join_arguments((grad, grad_state, *inputs), offset, rest))
         return [gradient if wants else None for gradient, wants in zip(found, wanted)]
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]
@@ -652,20 +652,20 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? decay, Tensor? initial_state, Tensor? offsets, "
     "Tensor? cu_seqlens"
 )
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name=NAME,
-    anywhere=True,
+    any_backend=True,
     tensors=_TENSORS,
     number="SymInt offset",
     options="str kind, str activation, bool causal, float scale, bool return_state, bool kernels, str group",
-    results=6,
+    num_results=6,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     gradient=Gradient(
-        grads="Tensor? grad, Tensor? grad_state",
+        grad_outputs="Tensor? grad, Tensor? grad_state",
         saved=f"{_TENSORS}, Tensor states, Tensor carried, Tensor factors, Tensor bounds",
-        gradients=_DIFFERENTIABLE,
+        num_gradients=_DIFFERENTIABLE,
         save=_save,
         run=_backward,
         fake=_backward_fake,

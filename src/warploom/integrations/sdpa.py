@@ -143,7 +143,7 @@ def _backward(
     seen = lse > -torch.inf
     statistics = torch.stack((lse.float() * _LOG2_E, seen.float()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backward: Any = OPERATOR.backward
+    backward: Any = OPERATOR.backward_operator
     tensors = (grad, None, q, k, v, out, statistics, None, *bounds, None)
     dq, dk, dv, _ = backward.op(*tensors, *window, scale, None, None, [True, True, True, False])
     return dq, dk, dv

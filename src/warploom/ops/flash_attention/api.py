@@ -12,7 +12,7 @@ from warploom.ops.flash_attention.operator import OPERATOR
 from warploom.ops.flash_attention.validation import NAME, Precision, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Tensors
+from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
@@ -141,9 +141,9 @@ def flash_attention(
     return _function(backend, tensors, options)  # type: ignore[no-any-return]
 
 
-def _run_reference(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    tensors = checked.tensors(*tensors) if checked.tensors else tensors
-    q, options, return_lse = tensors[0], checked.options, checked.results == 2
+def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    tensors = call.arrange(*tensors) if call.arrange else tensors
+    q, options, return_lse = tensors[0], call.options, call.num_results == 2
     if backend == "auto" and not q.is_meta:
         reason = fallback.obstacle(tensors, options, return_lse)
         if reason is None:

@@ -9,7 +9,7 @@ import torch
 
 from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.ops.flash_attention.validation import Options
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
@@ -17,8 +17,8 @@ from warploom.runtime.plans import Plans
 if TYPE_CHECKING:
     from warploom.ops.flash_attention.launches import backward, forward
 else:
-    forward = Late(".launches.forward", __package__)
-    backward = Late(".launches.backward", __package__)
+    forward = LazyModule(".launches.forward", __package__)
+    backward = LazyModule(".launches.backward", __package__)
 
 Tensor = torch.Tensor
 
@@ -99,19 +99,19 @@ def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
 
 
 _BOUNDS = "Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="flash_attention",
     tensors=f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? block_table",
     options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap",
-    results=3,
+    num_results=3,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(
-        grads="Tensor? grad, Tensor? grad_lse",
+        grad_outputs="Tensor? grad, Tensor? grad_lse",
         saved=f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, {_BOUNDS}",
-        gradients=4,
+        num_gradients=4,
         save=_save,
         run=_backward,
         fake=_backward_fake,

@@ -20,7 +20,7 @@ from warploom.errors import (
     warn,
 )
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
-from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
 Tensor = torch.Tensor
@@ -45,7 +45,7 @@ class Options(NamedTuple):
     softcap: float | None = None
 
 
-def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
     """Validate a call.
 
     Args:
@@ -84,7 +84,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Chec
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
     keys *= 1 if block_table is None else block_table.shape[1]
     limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
-    return Checked(settled, limit, _with_both if one else None, 2 if return_lse else 1)
+    return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
 def look(name: str, tensors: Tensors) -> None:

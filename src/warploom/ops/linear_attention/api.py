@@ -11,7 +11,7 @@ from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, look
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Tensors
+from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
 from warploom.runtime.memory_order import dense, in_order_of
 from warploom.runtime.modes import is_plain_eager
 from warploom.runtime.names import known_arguments, refuse_unknown
@@ -135,9 +135,9 @@ def linear_attention(
     return _function(backend, tensors, options, offset)  # type: ignore[no-any-return]
 
 
-def _run_reference(tensors: Tensors, offset: int, checked: Checked, _: str) -> Tensor | tuple[Tensor, Tensor]:
+def _run_reference(tensors: Tensors, offset: int, call: ValidatedCall, _: str) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
-    options = checked.options
+    options = call.options
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.ops.linear_attention.problem import Inputs, Options
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from warploom.ops.linear_attention.launches import backward, forward
 else:
-    forward = Late(".launches.forward", __package__)
-    backward = Late(".launches.backward", __package__)
+    forward = LazyModule(".launches.forward", __package__)
+    backward = LazyModule(".launches.backward", __package__)
 
 Tensor = torch.Tensor
 
@@ -86,20 +86,20 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? decay, Tensor? initial_state, Tensor? offsets, "
     "Tensor? cu_seqlens"
 )
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="linear_attention",
     tensors=_TENSORS,
     number="SymInt offset",
     options="str kind, str activation, bool causal, float scale, bool return_state",
-    results=2,
+    num_results=2,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(
-        grads="Tensor? grad, Tensor? grad_state",
+        grad_outputs="Tensor? grad, Tensor? grad_state",
         saved=_TENSORS,
-        gradients=6,
+        num_gradients=6,
         save=_save,
         run=_backward,
         fake=_backward_fake,

@@ -10,7 +10,7 @@ import torch
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.linear_attention.problem import Options
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
-from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_decays, check_positions
 
 Tensor = torch.Tensor
@@ -27,7 +27,7 @@ SCALES = (2.0**-60, 2.0**60)
 """The least and the largest size of a scale but 0, by which the kernels can divide a gradient and multiply it."""
 
 
-def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> Checked:
+def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
     """Validate a call.
 
     Args:
@@ -68,10 +68,10 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
         check_number(NAME, "scale", scale)
     kind = "interleaved" if interleaved else encoding
     counted = offsets is None
-    return Checked(
+    return ValidatedCall(
         Options(kind, activation, causal, scale, return_state),
         reason,
-        results=2 if return_state else 1,
+        num_results=2 if return_state else 1,
         numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if counted else (0, 0),
     )
 

@@ -13,7 +13,7 @@ from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR
 from warploom.ops.lrpe.validation import Activation, check, look
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function
+from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.names import known_arguments, refuse_unknown
 from warploom.runtime.sharding import Axes
@@ -178,9 +178,9 @@ def _run(
     return out
 
 
-def _run_reference(inputs: LrpeInputs, offset: int, checked: Checked, _: str) -> Tensor:
-    inputs = checked.tensors(*inputs) if checked.tensors else inputs  # type: ignore[assignment]
-    options: LrpeOptions = checked.options
+def _run_reference(inputs: LrpeInputs, offset: int, call: ValidatedCall, _: str) -> Tensor:
+    inputs = call.arrange(*inputs) if call.arrange else inputs  # type: ignore[assignment]
+    options: LrpeOptions = call.options
     arguments: dict[str, Any] = {
         "grid": options.grid or None, "prefix": options.prefix,
         "offset": offset if inputs.offsets is None else inputs.offsets,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.ops.lrpe.call import LrpeCall, LrpeInputs, LrpeOptions
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order, empty_in_order_of, memory_order
 from warploom.runtime.plans import Plans
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from warploom.ops.lrpe import launches
     from warploom.ops.lrpe.softmax_sequence import launches as over_sequence
 else:
-    launches = Late(".launches", __package__)
-    over_sequence = Late(".softmax_sequence.launches", __package__)
+    launches = LazyModule(".launches", __package__)
+    over_sequence = LazyModule(".softmax_sequence.launches", __package__)
 
 Tensor = torch.Tensor
 
@@ -74,24 +74,24 @@ def _empty_gradient(grad: Tensor, order: Sequence[int], kind: str) -> Tensor:
 
 
 _POSITIONS = "Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens"
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="lrpe",
     tensors=f"Tensor x, Tensor theta, {_POSITIONS}",
     number="SymInt offset",
     options="SymInt prefix, SymInt[] grid, str kind, str activation, bool theta_gradient",
-    results=2,  # the second is the statistics of softmax over the sequence, which its backward takes
+    num_results=2,  # the second is the statistics of softmax over the sequence, which its backward takes
     inputs_type=LrpeInputs,
     options_type=LrpeOptions,
     forward=_forward,
     fake=_fake,
     gradient=Gradient(
-        grads="Tensor grad",
+        grad_outputs="Tensor grad",
         saved=f"Tensor? x, Tensor theta, {_POSITIONS}, Tensor? statistics",
-        extra="int[] order",
-        gradients=2,
+        extra_options="int[] order",
+        num_gradients=2,
         save=_save,
         run=_backward,
         fake=_backward_fake,
     ),
-    differentiated=lambda options, wanted: options._replace(theta_gradient=wanted[1]),
+    specialize=lambda options, wanted: options._replace(theta_gradient=wanted[1]),
 )

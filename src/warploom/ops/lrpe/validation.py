@@ -11,7 +11,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
-from warploom.runtime.dispatch import Checked
+from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds, check_positions
 
 Tensor = torch.Tensor
@@ -29,7 +29,7 @@ MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
 
 
-def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) -> Checked:
+def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
     """Validate a call.
 
     Args:
@@ -78,10 +78,10 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
             ids = reference.coordinates(x, grid, prefix, 0, None, None)
             return LrpeInputs(x, theta, ids.expand(x.shape[0], -1, -1))
 
-        return Checked(LrpeOptions(0, (), kind, activation), limit, at_coordinates)
+        return ValidatedCall(LrpeOptions(0, (), kind, activation), limit, at_coordinates)
     counted = grid is None and position_ids is None and offsets is None
     numbers = (-LARGEST, LARGEST + 1 - tokens) if counted else (0, 0)
-    return Checked(LrpeOptions(prefix, grid or (), kind, activation), limit, numbers=numbers)
+    return ValidatedCall(LrpeOptions(prefix, grid or (), kind, activation), limit, numbers=numbers)
 
 
 def look(name: str, inputs: LrpeInputs) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
 from warploom.ops.rotary_attention.operator import OPERATOR
-from warploom.runtime.dispatch import Checked, Function
+from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -32,9 +32,9 @@ def rotary_attention(qkv: Tensor, theta: Tensor, heads: int, scale: float, *, in
     return _function("triton", RotaryInputs(qkv, theta), options)  # type: ignore[no-any-return]
 
 
-def _check(name: str, inputs: RotaryInputs, options: RotaryOptions, _: int) -> Checked:
+def _check(name: str, inputs: RotaryInputs, options: RotaryOptions, _: int) -> ValidatedCall:
     """Takes a call as it is: layers make it of what they have checked."""
-    return Checked(options)
+    return ValidatedCall(options)
 
 
 def _run_reference(*_: Any) -> Any:

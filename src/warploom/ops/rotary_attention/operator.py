@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import attention_pairs
 from warploom.runtime.plans import Plans
@@ -22,7 +22,7 @@ from warploom.runtime.plans import Plans
 if TYPE_CHECKING:
     from warploom.ops.rotary_attention import launches
 else:
-    launches = Late(".launches", __package__)
+    launches = LazyModule(".launches", __package__)
 
 Tensor = torch.Tensor
 
@@ -72,20 +72,20 @@ def _backward_flops(grads: Tensors, saved: Tensors, options: RotaryOptions) -> i
     return _flops(saved[:2], options) // 2 * 5
 
 
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="rotary_attention",
     tensors="Tensor qkv, Tensor theta",
     options="int heads, str kind, float scale",
-    results=3,
+    num_results=3,
     inputs_type=RotaryInputs,
     options_type=RotaryOptions,
     forward=_forward,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(
-        grads="Tensor grad",
+        grad_outputs="Tensor grad",
         saved="Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics",
-        gradients=2,
+        num_gradients=2,
         save=_save,
         run=_backward,
         fake=_backward_fake,

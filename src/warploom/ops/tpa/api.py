@@ -23,7 +23,7 @@ from warploom.ops.tpa.validation import (
 )
 from warploom.runtime.autocast import under_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Checked, Function, Tensors
+from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
 from warploom.runtime.memory_order import in_order_of
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.names import known_arguments, refuse_unknown
@@ -189,9 +189,9 @@ def tpa_decode(
     return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
 
 
-def _attention_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor:
+def _attention_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor:
     aq, ak, av, bq, bk, bv, cu_seqlens = tensors
-    options: AttentionOptions = checked.options
+    options: AttentionOptions = call.options
     (bounds,) = read_bounds(cu_seqlens)
     if backend == "auto" and not bq.is_meta:
         rows = bounds[-1] if isinstance(bounds, list) else None  # products of what is behind may be NaN
@@ -216,9 +216,9 @@ def _attention_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str
     return in_order_of(bq if aq is None else aq, out)
 
 
-def _decode_in_torch(tensors: Tensors, _: int, checked: Checked, backend: str) -> Tensor:
+def _decode_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor:
     aq, ak, av, bq, bk, bv, cache_seqlens = tensors
-    options: DecodeOptions = checked.options
+    options: DecodeOptions = call.options
     scales: dict[str, Any] = options._asdict()
     del scales["strategy"]  # which is of the kernels
     out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales, cache_seqlens=cache_seqlens)

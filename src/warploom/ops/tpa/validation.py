@@ -9,7 +9,7 @@ import torch
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
 from warploom.runtime.arguments import FLOATS, check_number, checked_tensor, is_within
-from warploom.runtime.dispatch import Checked, Tensors
+from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths
 
 Tensor = torch.Tensor
@@ -42,7 +42,7 @@ class DecodeOptions(NamedTuple):
     scale_v: float
 
 
-def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
     """Validate a call of attention.
 
     Args:
@@ -58,10 +58,10 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
-    return Checked(AttentionOptions(causal, *scales), _beyond_attention(sizes))
+    return ValidatedCall(AttentionOptions(causal, *scales), _beyond_attention(sizes))
 
 
-def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Checked:
+def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
     """Validate a call for decoding.
 
     Args:
@@ -84,7 +84,7 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
             expected = "without requires_grad (or the call under torch.no_grad(); tpa_attention has gradients)"
             raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-    return Checked(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
+    return ValidatedCall(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
 
 
 def look(name: str, tensors: Tensors) -> None:

@@ -10,14 +10,14 @@ import torch
 from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
 from warploom.ops.tpa.validation import AttentionOptions as Options
-from warploom.runtime.dispatch import Gradient, Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from warploom.ops.tpa.attention import launches
 else:
-    launches = Late(".launches", __package__)
+    launches = LazyModule(".launches", __package__)
 
 Tensor = torch.Tensor
 
@@ -63,19 +63,19 @@ def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
     return 3 * flops_of_products(saved) + flops_of_pairs(saved, saved[6], 3, 2)
 
 
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="tpa_attention",
     tensors=f"{FACTORS}, Tensor? cu_seqlens",
     options="bool causal, float scale, float scale_q, float scale_k, float scale_v",
-    results=2,
+    num_results=2,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     flops=_flops,
     gradient=Gradient(
-        grads="Tensor grad",
+        grad_outputs="Tensor grad",
         saved=f"{FACTORS}, Tensor? cu_seqlens, Tensor out, Tensor statistics",
-        gradients=6,
+        num_gradients=6,
         save=_save,
         run=_backward,
         fake=_backward_fake,

@@ -8,14 +8,14 @@ import torch
 
 from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
 from warploom.ops.tpa.validation import DecodeOptions as Options
-from warploom.runtime.dispatch import Late, Operator, Tensors
+from warploom.runtime.dispatch import CustomOperator, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from warploom.ops.tpa.decode.launches import portable as launches
 else:
-    launches = Late(".launches.portable", __package__)
+    launches = LazyModule(".launches.portable", __package__)
 
 Tensor = torch.Tensor
 
@@ -35,14 +35,14 @@ def _flops(tensors: Tensors, options: Options) -> int:
     return flops_of_products(tensors) + flops_of_pairs(tensors, None, 1, 1)
 
 
-OPERATOR = Operator(
+OPERATOR = CustomOperator(
     name="tpa_decode",
     tensors=f"{FACTORS}, Tensor? cache_seqlens",
     options="str strategy, float scale, float scale_q, float scale_k, float scale_v",
-    results=1,
+    num_results=1,
     options_type=Options,
     forward=_forward,
     fake=_fake,
     flops=_flops,
-    refusal="tpa_decode has no gradient; tpa_attention is for training",
+    why_no_gradient="tpa_decode has no gradient; tpa_attention is for training",
 )
