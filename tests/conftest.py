@@ -130,15 +130,15 @@ def gpu_memory() -> Callable[[float], None]:
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
     """Nothing is known of earlier tests' calls: launchers may have been made to plan them otherwise."""
-    dispatch = sys.modules.get("warploom.runtime.dispatch")
-    for plans in dispatch.caches() if dispatch else ():
+    module = sys.modules.get("warploom.runtime.plans")
+    for plans in module.ALL_PLANS if module else ():
         plans.forget()
 
 
 @pytest.fixture
 def unchecked_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels meet bad values, as on a GPU, where nobody looks at them."""
-    monkeypatch.setattr("warploom.runtime.dispatch.are_looked_at", lambda x: False)
+    monkeypatch.setattr("warploom.runtime.dispatch.reads_values_of", lambda x: False)
 
 
 @pytest.fixture(autouse=True)

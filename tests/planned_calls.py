@@ -12,7 +12,7 @@ from warploom.ops.flash_attention import api as flash_api
 from warploom.ops.linear_attention import api as linear_api
 from warploom.ops.lrpe import api as lrpe_api
 from warploom.ops.tpa import api as tpa_api
-from warploom.runtime.dispatch import caches
+from warploom.runtime.plans import ALL_PLANS
 
 FUNCTIONS = (
     flash_api._function, linear_api._function, lrpe_api._cosine, lrpe_api._rotate, tpa_api._attention,
@@ -27,7 +27,7 @@ Change = Callable[[Inputs], Inputs]
 def no_plans() -> Iterator[None]:
     """Nothing is known of any call, and nothing of what happens here afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        for plans in caches():
+        for plans in ALL_PLANS:
             patch.setattr(plans, "known", {})
             patch.setattr(plans, "recent", ())
         yield
@@ -35,7 +35,7 @@ def no_plans() -> Iterator[None]:
 
 def forget_plans() -> None:
     """Nothing is known of any call."""
-    for plans in caches():
+    for plans in ALL_PLANS:
         plans.forget()
 
 

@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers
 from warploom.runtime import entry, launch
-from warploom.runtime.descriptors import Description
-from warploom.runtime.launch import Boxes, Launch
+from warploom.runtime.descriptors import DescriptorTemplate
+from warploom.runtime.launch import Launch, TmaTile
 
 pytestmark = pytest.mark.stack
 
@@ -92,7 +92,7 @@ def test_a_launcher_that_is_recognised_is_passed_by(packs: bool) -> None:
     run.packs = packs
     compiled = Compiled(run)
     for number in (5, 6):
-        entry.entry_of(compiled).enqueue(3, 9, [1, 2, number])
+        entry.find_entry(compiled).enqueue(3, 9, [1, 2, number])
     assert run.directly == [(*HANDED, *(([1, 2, n],) if packs else (1, 2, n))) for n in (5, 6)]
     assert not compiled.publicly
 
@@ -146,7 +146,7 @@ class Unknown:
 def test_a_launcher_that_is_not_recognised_is_left_to_triton(launcher: type) -> None:
     compiled = Compiled(launcher())
     for _ in range(2):
-        entry.entry_of(compiled).enqueue(3, 9, [1, 2, 5])
+        entry.find_entry(compiled).enqueue(3, 9, [1, 2, 5])
     assert compiled.publicly == [(3, 1, 1, 1, 2, 5)] * 2
     assert not getattr(compiled.run, "directly", [])
 
@@ -172,7 +172,7 @@ class Tiled(Stub):
 def adding_tiles(run: CudaLauncher) -> tuple[Launch, Compiled]:
     kernel = Tiled(run)
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    boxes = Boxes(x, (0, 1), (4, 64))
+    boxes = TmaTile(x, (0, 1), (4, 64))
     return Launch(kernel, 3, takes=("x_desc", "out"), x_desc=boxes, number=5, FLAG=True), kernel.variant
 
 
@@ -261,7 +261,7 @@ def copy_kernel(x_desc, out_desc, ROWS: gl.constexpr):
 
 
 def copying() -> Launch:
-    boxes = Boxes(torch.zeros(256, 64, dtype=torch.bfloat16), (0, 1), (64, 64))
+    boxes = TmaTile(torch.zeros(256, 64, dtype=torch.bfloat16), (0, 1), (64, 64))
     return Launch(copy_kernel, 4, takes=("x_desc", "out_desc"), x_desc=boxes, out_desc=boxes, ROWS=64)
 
 
@@ -275,7 +275,7 @@ def test_both_ways_launch_the_same(direct: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(entry, "_direct_entry", lambda compiled: None)
     scale = Launch(scale_kernel, 1, **scaling())
     add, copy = adding(), copying() if ON_HOPPER else None
-    entry._entry_of.cache_clear()
+    entry._find_entry.cache_clear()
     try:
         for number in range(3):
             x, out = tensors(device)
@@ -289,7 +289,7 @@ def test_both_ways_launch_the_same(direct: bool, monkeypatch: pytest.MonkeyPatch
                 copy(x, out)
                 assert torch.equal(out, x)
     finally:
-        entry._entry_of.cache_clear()
+        entry._find_entry.cache_clear()
     assert taken == ([] if direct else [(2, 1, 1), (1, 1, 1), *([(4, 1, 1)] if copy else [])] * 3)
 
 
@@ -360,7 +360,7 @@ GIVEN = (4096, None, Sizes(5, 0.25, Strides(2**40, 1)), 0.5, 64)
 def test_what_this_version_of_triton_hands_over_is_known(handed: list[Any]) -> None:
     compiled = loaded(SIGNATURE)
     compiled.run(3, 1, 1, 9, compiled.function, compiled.packed_metadata, None, None, None, *GIVEN)
-    found = entry.entry_of(compiled)
+    found = entry.find_entry(compiled)
     assert len(handed) == 1
     found.enqueue(3, 9, [*GIVEN])
     first, second = handed
@@ -370,7 +370,7 @@ def test_what_this_version_of_triton_hands_over_is_known(handed: list[Any]) -> N
 
 def test_scratch_memory_is_left_to_triton(handed: list[Any]) -> None:
     compiled = loaded(SIGNATURE, global_scratch_size=128)
-    entry.entry_of(compiled).enqueue(3, 9, [*GIVEN])
+    entry.find_entry(compiled).enqueue(3, 9, [*GIVEN])
     assert (handed, compiled.publicly) == ([], [(3, 1, 1, *GIVEN)])
 
 
@@ -381,10 +381,10 @@ def test_how_this_version_of_triton_encodes_descriptors_is_known(handed: list[An
     tile = "tensordesc<bf16[4, 64],NVMMASharedLayout()>"
     compiled = loaded({"first": tile, "second": tile, **SIGNATURE}, described)
     bases = torch.zeros(2, 8, 64, dtype=torch.bfloat16).unbind()
-    descriptors = [Description(Boxes(base, (0, 1), (4, 64))).of(base) for base in bases]
+    descriptors = [DescriptorTemplate(TmaTile(base, (0, 1), (4, 64))).of(base) for base in bases]
     start = (3, 1, 1, 9, compiled.function, compiled.packed_metadata)
     compiled.run(*start, None, None, None, *descriptors, *GIVEN)
-    found = entry.entry_of(compiled, descriptors)
+    found = entry.find_entry(compiled, descriptors)
     assert found.encode is not None
     encoded = [part for encode, descriptor in zip(found.encode, descriptors) for part in encode(descriptor)]
     found.enqueue(3, 9, [*encoded, *GIVEN])
@@ -395,6 +395,6 @@ def test_how_this_version_of_triton_encodes_descriptors_is_known(handed: list[An
 
 def test_descriptors_lowered_to_pointers_are_left_to_triton(handed: list[Any]) -> None:
     compiled = loaded({"first": "tensordesc<bf16[4, 64]>", **SIGNATURE})
-    assert entry.entry_of(compiled).encode is None
-    entry.entry_of(compiled).enqueue(3, 9, ["descriptor", *GIVEN])
+    assert entry.find_entry(compiled).encode is None
+    entry.find_entry(compiled).enqueue(3, 9, ["descriptor", *GIVEN])
     assert (handed, compiled.publicly) == ([], [(3, 1, 1, "descriptor", *GIVEN)])

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.ordered import count_added, wait_until_added
-from warploom.runtime.launch import Boxes, Launch
+from warploom.runtime.launch import Launch, TmaTile
 
 Tensor = torch.Tensor
 SEEDS = range(20)
@@ -96,7 +96,7 @@ def run(seed: int, **change: Any) -> bool:
     """Whether a copy comes out right."""
     x, out = torch.arange(12.0 * 16).view(12, 16), torch.full((12, 16), torch.nan)
     constants = {"ARRIVALS": 1, "WAIT": True, "PHASE": 0, "SLOT": 0} | change
-    boxes = {name: Boxes(like, (0, 1), (16, 16)) for name, like in (("x_desc", x), ("out_desc", out))}
+    boxes = {name: TmaTile(like, (0, 1), (16, 16)) for name, like in (("x_desc", x), ("out_desc", out))}
     launch = Launch(copying_kernel, 1, takes=("x_desc", "out_desc"), **boxes, **constants)
     kernel_interpreter.interpret(launch, (x, out), seed)
     return torch.equal(out, 2 * x)
@@ -206,7 +206,7 @@ def add(seed: int, **change: Any) -> bool:
     """Whether programs add tiles to the first of them in their order, which the sum's bits depend on."""
     x, out = torch.randn(6 * 16, 16, generator=seeds.generator(3)), torch.full((16, 16), torch.nan)
     constants = {"SKIPPED": 0, "WAIT": True, "STORED": True} | change
-    boxes = {name: Boxes(like, (0, 1), (16, 16)) for name, like in (("x_desc", x), ("out_desc", out))}
+    boxes = {name: TmaTile(like, (0, 1), (16, 16)) for name, like in (("x_desc", x), ("out_desc", out))}
     launch = Launch(adding_kernel, 6, takes=("x_desc", "out_desc", "counter"), **boxes, **constants)
     kernel_interpreter.interpret(launch, (x, out, torch.zeros(1, dtype=torch.int32)), seed)
     first, *rest = x.view(6, 16, 16)

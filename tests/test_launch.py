@@ -232,7 +232,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stub]:
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
     monkeypatch.setattr(launch, "_current_stream", lambda device: 9)
-    monkeypatch.setattr(launch, "entry_of", lambda compiled, descriptors: entry.Entry(compiled))
+    monkeypatch.setattr(launch, "find_entry", lambda compiled, descriptors: entry.KernelEntry(compiled))
     monkeypatch.setattr(launch.Build, "compile", lambda self: self.function.compile(self))
     return Stub
 

@@ -155,7 +155,7 @@ def test_one_part_and_several_agree(kind: str, device: torch.device, monkeypatch
     monkeypatch.setattr(launches, "MOST_PARTS", 4)
     usual_tile = launches.sequence_tile
     monkeypatch.setattr(launches, "sequence_tile", lambda *call: usual_tile(*call)._replace(tokens=1))
-    for plans in dispatch.caches():
+    for plans in dispatch.ALL_PLANS:
         plans.forget()
     in_parts = encode(kind, x, theta, **place, backend="triton")
     assert not torch.equal(in_parts, usual)  # sums of other terms

@@ -8,7 +8,7 @@ import torch
 from flash_cases import BACKENDS, LAYOUTS
 
 from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
-from warploom.runtime.memory_order import dense, empty_in_order_of, in_order_of
+from warploom.runtime.memory_order import empty_in_order_of, make_dense, reorder_like
 
 Tensor = torch.Tensor
 Make = Callable[..., Tensor]
@@ -82,17 +82,17 @@ def test_in_order_of(order: str) -> None:
     x = ORDERS[order](torch.randn(2, 3, 4, 6))
     for shape in ((0, 1, 2, 3), (2, 0, 1, 3), (3, 2, 1, 0)):
         out = torch.randn(2, 3, 4, 5).permute(shape).contiguous().permute([shape.index(a) for a in range(4)])
-        ordered = in_order_of(x, out)
+        ordered = reorder_like(x, out)
         assert torch.equal(ordered, out)
         assert ordered.stride() == empty_in_order_of(x, 5).stride()
 
 
 def test_dense() -> None:
     x = torch.randn(2, 1, 3)
-    assert dense(x) is x
+    assert make_dense(x) is x
     odd = x.as_strided((2, 1, 3), (3, 7, 1))
     assert odd.is_contiguous()
-    assert dense(odd).stride() == (3, 3, 1)
-    assert torch.equal(dense(odd), x)
-    assert dense(x.mT).stride() == (3, 1, 1)
-    assert dense(torch.empty(2, 0, 3).transpose(0, 2)).stride() == (2, 2, 1)
+    assert make_dense(odd).stride() == (3, 3, 1)
+    assert torch.equal(make_dense(odd), x)
+    assert make_dense(x.mT).stride() == (3, 1, 1)
+    assert make_dense(torch.empty(2, 0, 3).transpose(0, 2)).stride() == (2, 2, 1)

@@ -41,7 +41,7 @@ from warploom.ops.lrpe import launches as launchers
 from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
 from warploom.ops.tpa.decode.launches import portable as tpa_launchers
 from warploom.runtime import dispatch
-from warploom.runtime.plans import Plans, recognise
+from warploom.runtime.plans import Plans, make_guard
 
 Tensor = torch.Tensor
 
@@ -223,7 +223,7 @@ UNLIKE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in UNLIKE.items()])
 def test_a_tensor_that_is_different_is_not_recognised(change: Callable[[Tensor], Tensor]) -> None:
     x, other = torch.randn(3, 4), torch.rand(5)
-    like = recognise(x, other)
+    like = make_guard(x, other)
     assert like is not None
     assert like(torch.zeros(3, 4), torch.zeros(5))
     assert not like(change(x), other)
@@ -233,13 +233,13 @@ def test_a_tensor_that_is_different_is_not_recognised(change: Callable[[Tensor],
 def test_a_tensor_that_comes_twice_is_not_recognised() -> None:
     """PyTorch would not know it again; a guard that never holds is not worth a place among the recent calls."""
     x = torch.randn(3, 4)
-    assert recognise(x, x) is None
-    assert recognise(x, x.view(3, 4)) is not None
+    assert make_guard(x, x) is None
+    assert make_guard(x, x.view(3, 4)) is not None
 
 
 def test_tensors_are_not_recognised_where_something_else_is_to_happen_to_them() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    plain, found = recognise(x), []
+    plain, found = make_guard(x), []
     assert plain is not None
 
     def look(y: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def test_the_third_call_needs_no_key(name: str, device: torch.device, monkeypatc
     inputs = make(device)
     with no_plans():
         expected = [results(function, inputs) for _ in range(2)][1]
-        monkeypatch.setattr(dispatch, "metadata", lambda tensor: pytest.fail("made a key"))
+        monkeypatch.setattr(dispatch, "tensor_key", lambda tensor: pytest.fail("made a key"))
         assert all(map(torch.equal, results(function, inputs), expected))
 
 
@@ -292,7 +292,7 @@ def test_options_are_recalled_if_they_are_equal_and_of_the_same_types(monkeypatc
     twice = SimpleNamespace(specialize=None, gradient=None, forward=lambda tensors, *_: (2 * tensors[0],))
     function = dispatch.Function("f", check, lambda *_: None, twice)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
-    monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    monkeypatch.setattr(dispatch, "keeps_plans_for", lambda _: True)
     monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)
     x, y = torch.randn(3), torch.randn(2, 2)
     usual = (1, 0.5, "a", None, (2, None))

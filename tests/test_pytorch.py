@@ -96,7 +96,7 @@ class Double(torch.autograd.Function):
 
 
 def test_autograd_functions_are_applied() -> None:
-    for apply in (pytorch.apply_of(Double), Double.apply):
+    for apply in (pytorch.find_apply(Double), Double.apply):
         x = torch.ones(2, requires_grad=True)
         apply(x).sum().backward()
         assert torch.equal(x.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_a_guard_that_tells_too_little_apart_is_not_used() -> None:
     def missing(*tensors: Tensor) -> Any:
         raise AttributeError
 
-    assert pytorch._tells_tensors_apart(pytorch._make_guard) is (pytorch.make_guard is not None)
+    assert pytorch._tells_tensors_apart(pytorch._make_guard) is (pytorch.make_tensor_guards is not None)
     assert not pytorch._tells_tensors_apart(lambda *tensors: Guard(*tensors).check)
     assert not pytorch._tells_tensors_apart(lambda x: Guard(x).check)
     assert not pytorch._tells_tensors_apart(missing)
@@ -141,7 +141,7 @@ pytorch = importlib.util.module_from_spec(spec)
 sys.modules["torch"] = Public(torch)
 spec.loader.exec_module(pytorch)
 sys.modules["torch"] = torch
-assert pytorch.make_guard is pytorch.empty_strided_cuda is None
+assert pytorch.make_tensor_guards is pytorch.empty_strided_cuda is None
 assert pytorch.count_dispatch_modes() == pytorch.count_function_modes() == pytorch.are_transforms_active() == 1
 assert pytorch.forward_ad._current_level == 0
 sys.modules["warploom.runtime.pytorch"] = pytorch

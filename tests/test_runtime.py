@@ -232,7 +232,7 @@ def test_a_function_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     check = lambda name, tensors, options, number: dispatch.ValidatedCall(options, numbers=(0, 9))  # noqa: E731
     function = dispatch.Function("f", check, lambda *_: None, operator)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "is_plain_eager", lambda *_: True)
-    monkeypatch.setattr(dispatch, "are_kept", lambda _: True)
+    monkeypatch.setattr(dispatch, "keeps_plans_for", lambda _: True)
     monkeypatch.setattr(dispatch, "use_triton", lambda *_: True)
     lengths = [torch.zeros(length) for length in range(1, 5)]
 

@@ -13,8 +13,8 @@ if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 
-from warploom.runtime.descriptors import Description, descriptor_strides
-from warploom.runtime.launch import Boxes, can_be_copied
+from warploom.runtime.descriptors import DescriptorTemplate, encode_strides
+from warploom.runtime.launch import TmaTile, supports_tma
 
 pytestmark = pytest.mark.stack
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.stack
     ],
 )
 def test_strides_that_a_descriptor_holds(shape: Any, strides: Any, expected: Any) -> None:
-    assert descriptor_strides(shape, strides, 2) == expected
+    assert encode_strides(shape, strides, 2) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -53,18 +53,18 @@ def test_the_driver_accepts_every_descriptor_that_there_can_be(dtype: torch.dtyp
         strides = [*outer, draw.choice((1, 1, 1, last))]
         x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         order = [*draw.sample(range(3), 3), 3]
-        boxes = Boxes(x, tuple(order), (1, 1, 64, 64))
-        taken = descriptor_strides(shape, strides, x.element_size()) is not None
+        boxes = TmaTile(x, tuple(order), (1, 1, 64, 64))
+        taken = encode_strides(shape, strides, x.element_size()) is not None
         verdicts[taken] += 1
         if taken:
-            description = Description(boxes).fields
+            description = DescriptorTemplate(boxes).fields
             assert driver_accepts(description), description
             for size, stride, axis in zip(description["shape"], description["strides"], order):
                 assert size == x.shape[axis]
                 assert size == 1 or stride == x.stride(axis)
         else:
             with pytest.raises(ValueError, match="no descriptor"):
-                Description(boxes)
+                DescriptorTemplate(boxes)
             apart = x.shape[-1] > 1 and x.stride(-1) != 1
             honest = [stride if size > 1 else 16 for size, stride in zip(shape, strides)]
             description = {"base": x, "shape": shape, "strides": [*honest[:3], 1], "block_shape": [1, 1, 64, 64]}
@@ -77,4 +77,4 @@ def test_an_entry_is_copied_where_its_batch_is() -> None:
     for distance in (9 * 64, 9 * 64 + 1, 9 * 64 + 4, 9 * 64 + 8):
         batch = torch.empty_strided((3, 9, 64), (distance, 64, 1), dtype=torch.bfloat16, device="meta")
         for entry in (batch, batch[:1], batch[1:2]):
-            assert can_be_copied(entry) == (distance % 8 == 0)
+            assert supports_tma(entry) == (distance % 8 == 0)

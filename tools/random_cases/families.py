@@ -14,7 +14,7 @@ from random_cases.calls import OPERATORS, Call, make_call
 from random_cases.choices import Choices, as_tuples
 from random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
 from warploom.errors import ArgumentError
-from warploom.runtime.dispatch import caches
+from warploom.runtime.plans import ALL_PLANS
 
 __all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "run_family", "text_of"]
 
@@ -149,7 +149,7 @@ def run_calls(
 
 def forget_plans() -> None:
     """Let nothing be known of any call, as in a new process."""
-    for plans in caches():
+    for plans in ALL_PLANS:
         plans.forget()
 
 

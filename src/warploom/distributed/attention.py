@@ -38,13 +38,13 @@ from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.problem import Logits, Mask, Shape
 from warploom.ops.flash_attention.validation import Precision, check
 from warploom.runtime.arguments import as_python
-from warploom.runtime.autocast import under_autocast
+from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import CustomOperator, Gradient, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import read_bounds
-from warploom.runtime.names import known_arguments, refuse_unknown
-from warploom.runtime.plans import Plans, metadata
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
+from warploom.runtime.plans import Plans, tensor_key
 
 Tensor = torch.Tensor
 
@@ -93,7 +93,7 @@ def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
     return_lse: bool, **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@known_arguments
+@hide_catch_alls
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -165,7 +165,7 @@ def context_parallel_attention(
     """
     if _others or _unknown:
         refuse_unknown(context_parallel_attention, _others, _unknown)
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     tensors, given = (q, k, v, sink, cu_seqlens), (causal, scale, window, float32_precision, return_lse, softcap)
     try:
         options = _checked(tensors, given, mesh, layout, backend)
@@ -229,7 +229,7 @@ def _on_kernels(
 ) -> tuple[Mask, Logits, Plans]:
     """How the kernels know a call, and their plans of it."""
     tensors = (q, k, v, sink, call.cu_seqlens_q)
-    plans = OPERATOR.plans.get((*map(metadata, tensors), call.left, call.right, *options), Plans)
+    plans = OPERATOR.plans.get((*map(tensor_key, tensors), call.left, call.right, *options), Plans)
     sink = None if sink is None else sink.resolve_neg().contiguous()
     mask = Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k)
     return mask, Logits(options.softcap, sink), plans

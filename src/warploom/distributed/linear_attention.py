@@ -36,12 +36,12 @@ from warploom.ops.linear_attention.problem import Inputs
 from warploom.ops.linear_attention.problem import Options as OneOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.arguments import as_python
-from warploom.runtime.autocast import under_autocast, without_autocast
+from warploom.runtime.autocast import cast_for_autocast, disable_autocast
 from warploom.runtime.backend import Backend, use_triton
 from warploom.runtime.dispatch import CustomOperator, Gradient, Tensors, apply
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
-from warploom.runtime.names import known_arguments, refuse_unknown
-from warploom.runtime.plans import Plans, metadata
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
+from warploom.runtime.plans import Plans, tensor_key
 
 Tensor = torch.Tensor
 
@@ -79,7 +79,7 @@ def context_parallel_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
     return_state: bool, **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@known_arguments
+@hide_catch_alls
 def context_parallel_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -155,7 +155,7 @@ def context_parallel_linear_attention(
     """
     if _others or _unknown:
         refuse_unknown(context_parallel_linear_attention, _others, _unknown)
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, as_python(offset))
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     given = (encoding, activation, interleaved, causal, scale, return_state)
@@ -209,7 +209,7 @@ def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = Fal
         out, state = ONE.op_without_autograd(*ONE.join_arguments(inputs, offset, one))
         return out, state if return_state else None
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
-    with without_autocast(q):
+    with disable_autocast(q):
         found: Any = reference.linear_attention(
             q, k, v, decay=decay, theta=theta, encoding="rotate" if one.kind == "interleaved" else one.kind,
             activation=one.activation, interleaved=one.kind == "interleaved",
@@ -379,7 +379,7 @@ def _joined(
         before = _before(segment, initial, found[0], options)
         return torch.zeros_like(own) if before is None else before.to(own.dtype).contiguous()
 
-    plans = OPERATOR.plans.get((*map(metadata, tensors), *options, "joined", segment.tokens.stop), Plans)
+    plans = OPERATOR.plans.get((*map(tensor_key, tensors), *options, "joined", segment.tokens.stop), Plans)
     shared, place = Shared(carry, states), offset + segment.start
     out, after = forward(segment.of(tensors, None), options.one(options.return_state), place, plans, shared)
     state, factors = found
@@ -591,7 +591,7 @@ def _joined_gradients(
     wants = [wants and x is not None for wants, x in zip(wanted, inputs)]
     wants[-1] = wants[-1] and not segment.continued
     rest = ("gradients", segment.continued, segment.tokens.stop)
-    plans = OPERATOR.plans.get((*map(metadata, tensors), *options, *rest), Plans)
+    plans = OPERATOR.plans.get((*map(tensor_key, tensors), *options, *rest), Plans)
     shared, place = Shared(carry, states), offset + segment.start
     return backward(grad, None, inputs, options.one(False), place, wants, plans, shared)
 

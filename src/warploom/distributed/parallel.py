@@ -17,7 +17,7 @@ from warploom.distributed.parts import LAYOUT
 from warploom.distributed.ranks import group_of
 from warploom.errors import ArgumentError, DtypeError, fault
 from warploom.nn import Attention, LinearAttention, SwiGLU, TransformerLM
-from warploom.runtime.sharding import Axes, is_sharded, on_shards
+from warploom.runtime.sharding import Axes, is_sharded, run_on_shards
 
 Tensor = torch.Tensor
 
@@ -83,7 +83,7 @@ def _attend(mesh: DeviceMesh, layout: Layout, q: Tensor, k: Tensor, v: Tensor, *
 
     tensors = (q, k, v)
     if is_sharded(tensors):
-        return on_shards("context_parallel_attention", Axes(("b.h.",) * 3, ("b.h.",)), tensors, 0, call)
+        return run_on_shards("context_parallel_attention", Axes(("b.h.",) * 3, ("b.h.",)), tensors, 0, call)
     return call(tensors, 0)
 
 

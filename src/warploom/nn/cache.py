@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.runtime.arguments import as_python, checked_tensor, is_int
+from warploom.runtime.arguments import as_python, check_tensor, is_int
 
 Tensor = torch.Tensor
 
@@ -85,7 +85,7 @@ class _Cache:
             if not all(map(is_int, order)):
                 raise fault(DtypeError, name, "indices", "a sequence of ints", repr(indices))
             order = torch.tensor(order, dtype=torch.int64)
-        checked_tensor(name, "indices", order, (torch.int32, torch.int64))
+        check_tensor(name, "indices", order, (torch.int32, torch.int64))
         if order.dim() != 1 or order.shape[0] == 0:
             raise fault(ShapeError, name, "indices", "(B',) with B' ≥ 1", shape_of(order))
         entries = first.shape[0]

@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 """Of a position, and of a length."""
 
 
-def checked_tensor(function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def check_tensor(function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     """A value that must be a tensor of one of these dtypes, with a place in memory for every element.
 
     Raises:
@@ -64,10 +64,10 @@ def check_number(function: str, argument: str, value: object) -> None:
         raise fault(DtypeError, function, argument, "a number", repr(value))
     # The largest float, written out: `torch.compile` takes one with a name for an input.
     if isinstance(value, int | float) and not abs(value) <= 1.7976931348623157e308:
-        raise fault(ArgumentError, function, argument, "finite", shown(value))
+        raise fault(ArgumentError, function, argument, "finite", format_value(value))
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as an error shows it: Python refuses to print integers of thousands of digits."""
     try:
         return repr(value)

@@ -18,7 +18,7 @@ def is_autocast(x: object) -> bool:
     return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
-def under_autocast(*tensors: Any) -> tuple[Any, ...]:
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors as autocast casts those of PyTorch's own attention, where it is on for the last of them.
 
     Floating tensors are cast, float64 excepted; None stays None.
@@ -30,7 +30,7 @@ def under_autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple([_cast(x, dtype) for x in tensors])
 
 
-def without_autocast(x: object) -> contextlib.AbstractContextManager[Any]:
+def disable_autocast(x: object) -> contextlib.AbstractContextManager[Any]:
     """A context in which nothing more is cast: what is float32 inside a function stays float32."""
     if not is_autocast(x):
         return contextlib.nullcontext()

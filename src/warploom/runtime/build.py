@@ -58,10 +58,10 @@ def _declared(annotation: Any) -> Any:
     return None
 
 
-def taken(kind: Any, value: Any) -> list[tuple[str, Any]]:
+def flatten_argument(kind: Any, value: Any) -> list[tuple[str, Any]]:
     """What a compiled kernel takes of a parameter, types and values: no tuples, no constants."""
     if isinstance(kind, tuple):
-        return [each for part in zip(kind, value, strict=True) for each in taken(*part)]
+        return [each for part in zip(kind, value, strict=True) for each in flatten_argument(*part)]
     return [] if kind == CONSTANT else [(kind, value)]
 
 
@@ -146,14 +146,16 @@ class Build:
         return Source(self.function, self.signature, constants, self.attrs), options
 
     def compile(self, target: Any = None) -> Any:
-        """The compiled variant, for the current GPU or another target, launched with what is `taken`.
+        """Returns the compiled variant, for the current GPU or another target.
+
+        It is launched with the values of `flatten_argument`.
 
         It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values, and
         its launcher unpacks tuples and passes over constants on every call, which costs as much as the launch.
         """
         source, options = self.source()
         compiled = triton.compile(source, target=target, options=options)
-        types = [kind for each in self.signature.values() for kind, _ in taken(each, each)]
+        types = [kind for each in self.signature.values() for kind, _ in flatten_argument(each, each)]
         compiled.src = copy.copy(source)  # of which the launcher is made
         compiled.src.signature, compiled.src.constants = dict(enumerate(types)), {}
         return compiled

@@ -13,10 +13,10 @@ _MOST_BYTES = 2**40  # a stride in a tensor descriptor is shorter
 _MOST_SIZE = 2**32  # of an axis in one
 
 
-class Boxes(NamedTuple):
+class TmaTile(NamedTuple):
     """How a kernel copies tiles of a tensor.
 
-    The caller sees to it that there can be descriptors of tensors ``like`` it: `can_be_copied`, and addresses of a
+    The caller sees to it that there can be descriptors of tensors ``like`` it: `supports_tma`, and addresses of a
     multiple of 16 bytes.
     """
 
@@ -25,18 +25,18 @@ class Boxes(NamedTuple):
     tile: tuple[int, ...]  # its sizes along them
 
 
-class Description:
-    """What tensor descriptors say of every tensor like that of `Boxes`."""
+class DescriptorTemplate:
+    """What tensor descriptors say of every tensor like that of `TmaTile`."""
 
     __slots__ = ("fields", "shape", "strides", "type")
 
-    def __init__(self, boxes: Boxes) -> None:
+    def __init__(self, boxes: TmaTile) -> None:
         import triton.language as tl
         from triton.experimental.gluon.language import NVMMASharedLayout
 
         like, order, tile = boxes.like, boxes.order, list(boxes.tile)
         shape = [like.shape[axis] for axis in order]
-        strides = descriptor_strides(shape, [like.stride(axis) for axis in order], like.element_size())
+        strides = encode_strides(shape, [like.stride(axis) for axis in order], like.element_size())
         if strides is None:
             raise ValueError(
                 f"there can be no descriptor of a tensor {tuple(like.shape)} of strides {like.stride()}"
@@ -59,7 +59,7 @@ class Description:
         return descriptor
 
 
-def descriptor_strides(shape: Sequence[int], strides: Sequence[int], element_size: int) -> tuple[int, ...] | None:
+def encode_strides(shape: Sequence[int], strides: Sequence[int], element_size: int) -> tuple[int, ...] | None:
     """Strides, in elements, that a tensor descriptor holds for such a tensor; None if there can be no descriptor.
 
     The driver refuses a descriptor unless
@@ -89,11 +89,11 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
     return bits % ALIGNMENT == 0
 
 
-def can_be_copied(tensor: torch.Tensor) -> bool:
+def supports_tma(tensor: torch.Tensor) -> bool:
     """Whether there can be a descriptor of a tensor and of each entry of it, apart from addresses.
 
     So where entries lie at other distances than multiples of 16 bytes, a single one has none either, and takes the
-    kernels that its batch takes, which give the same bits. See `descriptor_strides`.
+    kernels that its batch takes, which give the same bits. See `encode_strides`.
     """
     entries_aligned = tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
-    return entries_aligned and descriptor_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None
+    return entries_aligned and encode_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None

@@ -30,7 +30,7 @@ import torch
 
 from warploom.errors import BackendError
 from warploom.runtime.arguments import as_python
-from warploom.runtime.autocast import without_autocast
+from warploom.runtime.autocast import disable_autocast
 from warploom.runtime.backend import HAS_TRITON, use_triton
 from warploom.runtime.modes import (
     count_flops,
@@ -38,14 +38,14 @@ from warploom.runtime.modes import (
     is_plain_backward,
     is_plain_eager,
     is_watched,
-    stacked,
+    run_per_sample,
 )
-from warploom.runtime.plans import Plans, are_kept, caches, metadata, recognise
-from warploom.runtime.pytorch import any_requires_grad, apply_of, forward_ad
-from warploom.runtime.sharding import Axes, is_sharded, on_shards
-from warploom.runtime.values import are_looked_at
+from warploom.runtime.plans import ALL_PLANS, Plans, keeps_plans_for, make_guard, tensor_key
+from warploom.runtime.pytorch import any_requires_grad, find_apply, forward_ad
+from warploom.runtime.sharding import Axes, is_sharded, run_on_shards
+from warploom.runtime.values import reads_values_of
 
-__all__ = ["CustomOperator", "Function", "Gradient", "LazyModule", "ValidatedCall", "apply", "caches"]
+__all__ = ["CustomOperator", "Function", "Gradient", "LazyModule", "ValidatedCall", "apply"]
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -130,7 +130,7 @@ class Function:
         self.axes = axes
         self.check_values = None if check_values is None else functools.partial(check_values, name)
         self.plans = Plans()  # of prepared calls
-        caches().append(self.plans)
+        ALL_PLANS.append(self.plans)
 
     def __call__(self, backend: str, tensors: Tensors, options: Options, number: Any = 0) -> Any:
         """Runs a call.
@@ -159,14 +159,14 @@ class Function:
                     if first <= number <= last and guard(*given):
                         return prepared(tensors, number)
             # (b) The key: was there ever a call like this one?
-            if is_plain_eager(*given) and are_kept(given[0]):
+            if is_plain_eager(*given) and keeps_plans_for(given[0]):
                 wanted = tuple([enabled and tensor.requires_grad for tensor in given])
-                key = (kind, wanted, *map(metadata, given))
+                key = (kind, wanted, *map(tensor_key, given))
                 prepared = self.plans.find(key)
                 if prepared is not None:
                     first, last = prepared.validated.numbers
                     if first <= number <= last:
-                        guard = recognise(*given)
+                        guard = make_guard(*given)
                         if guard is not None:
                             self.plans.remember((guard, kind, enabled, prepared))
                         return prepared(tensors, number)
@@ -174,14 +174,14 @@ class Function:
         validated = self.check(self.name, tensors, as_python(options), number)
         sharded = self.axes is not None and is_sharded(tensors)
         on_kernels = not sharded and use_triton(self.name, backend, given[0], validated.unsupported)
-        check_values = self.check_values if self.check_values is not None and are_looked_at(given[0]) else None
+        check_values = self.check_values if self.check_values is not None and reads_values_of(given[0]) else None
         if check_values is not None:
             check_values(tensors)
         if self.axes is not None and sharded:
-            axes = self.axes(tensors, options)
-            return on_shards(self.name, axes, tensors, number, functools.partial(self._run_shard, backend, options))
+            run_shard = functools.partial(self._run_shard, backend, options)
+            return run_on_shards(self.name, self.axes(tensors, options), tensors, number, run_shard)
         if not on_kernels:
-            with without_autocast(given[0]):  # the public function has cast its inputs
+            with disable_autocast(given[0]):  # the public function has cast its inputs
                 return self.reference(tensors, number, validated, backend)
         operator = self.operator
         if key is None:  # no plain eager call, and so none to be kept
@@ -322,12 +322,12 @@ class _Differentiable(torch.autograd.Function):
         def run(*tensors: Any) -> Any:
             return _Differentiable.apply(call, number, *tensors)
 
-        return stacked(run, info.batch_size, in_dims[2:], tensors)
+        return run_per_sample(run, info.batch_size, in_dims[2:], tensors)
 
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Plain eager calls have none of either.
-_apply_plain: Any = apply_of(_Differentiable)
+_apply_plain: Any = find_apply(_Differentiable)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class CustomOperator:
 
     def __post_init__(self) -> None:
         self.num_tensors, self.plans = _count_parts(self.tensors), Plans()
-        caches().append(self.plans)
+        ALL_PLANS.append(self.plans)
         self._register()
         if self.gradient is not None:
             self.num_differentiable = _count_parts(self.gradient.grad_outputs)
@@ -464,8 +464,8 @@ class CustomOperator:
         tensors, number, options = self.split_arguments(arguments)
         first = next(t for t in tensors if t is not None)
         plans = Plans()
-        if are_kept(first):
-            plans = self.plans.get((*map(metadata, tensors), *options), Plans)
+        if keeps_plans_for(first):
+            plans = self.plans.get((*map(tensor_key, tensors), *options), Plans)
         return _fill_missing(self.forward(tensors, number, options, plans), first)
 
     def _run_on_cpu(self, *arguments: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class Entry(NamedTuple):
+class KernelEntry(NamedTuple):
     """How to launch a compiled variant."""
 
     enqueue: Callable[[int, int, list[Any]], None]
@@ -28,14 +28,14 @@ class Entry(NamedTuple):
     address, sizes and strides, and serves any tensor that has the same."""
 
 
-def entry_of(compiled: Any, descriptors: Sequence[Any] = ()) -> Entry:
+def find_entry(compiled: Any, descriptors: Sequence[Any] = ()) -> KernelEntry:
     """The entry of a compiled variant.
 
     Args:
         compiled: The variant, loaded onto its device.
         descriptors: Tensor descriptors that it was launched with; what encodes them is tried on these.
     """
-    entry = _entry_of(compiled)
+    entry = _find_entry(compiled)
     if entry.encode is None:
         return entry
     with contextlib.suppress(Exception):  # of a version of Triton with other insides
@@ -45,7 +45,7 @@ def entry_of(compiled: Any, descriptors: Sequence[Any] = ()) -> Entry:
 
 
 @functools.cache  # and so the variant is never unloaded
-def _entry_of(compiled: Any) -> Entry:
+def _find_entry(compiled: Any) -> KernelEntry:
     direct = None
     with contextlib.suppress(Exception):  # of a version of Triton with other insides
         direct = _direct_entry(compiled)
@@ -60,14 +60,14 @@ def build_launcher(compiled: Any) -> None:
         CudaLauncher(compiled.src, compiled.metadata)
 
 
-def _public_entry(compiled: Any) -> Entry:
+def _public_entry(compiled: Any) -> KernelEntry:
     def publicly(programs: int, stream: int, arguments: list[Any]) -> None:
         compiled[(programs, 1, 1)](*arguments)
 
-    return Entry(publicly)
+    return KernelEntry(publicly)
 
 
-def _direct_entry(compiled: Any) -> Entry | None:
+def _direct_entry(compiled: Any) -> KernelEntry | None:
     """The entry past the launcher, for kernels without scratch memory, if the launcher is built as expected."""
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:
@@ -89,7 +89,7 @@ def _direct_entry(compiled: Any) -> Entry | None:
     def together(programs: int, stream: int, arguments: list[Any]) -> None:
         launch(programs, 1, 1, stream, *middle, arguments)
 
-    return Entry(together if are_together else directly, encode)
+    return KernelEntry(together if are_together else directly, encode)
 
 
 def _handed_over(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:

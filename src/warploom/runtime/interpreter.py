@@ -120,7 +120,7 @@ _REPAIRS = (
 )
 
 
-def in_declared_width(kind: Any, value: Any) -> Any:
+def widen_declared(kind: Any, value: Any) -> Any:
     """A kernel's argument, 64 bits wide where ``kind``, from `parameters_of`, says so.
 
     The interpreter makes integers 32 bits wide where their values allow it, and then a product of one overflows.
@@ -128,7 +128,7 @@ def in_declared_width(kind: Any, value: Any) -> Any:
     if value is None:  # of any kind: what a call has not
         return None
     if isinstance(kind, tuple):
-        return type(kind)(*map(in_declared_width, kind, value))
+        return type(kind)(*map(widen_declared, kind, value))
     return _wide(value) if kind == "i64" else value
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from warploom.runtime.build import ALIGNMENT, CONSTANT, TYPE_NAMES, Build, parameters_of, taken
-from warploom.runtime.descriptors import Boxes, Description, are_aligned, can_be_copied
-from warploom.runtime.entry import Entry, entry_of
+from warploom.runtime.build import ALIGNMENT, CONSTANT, TYPE_NAMES, Build, flatten_argument, parameters_of
+from warploom.runtime.descriptors import DescriptorTemplate, TmaTile, are_aligned, supports_tma
+from warploom.runtime.entry import KernelEntry, find_entry
 from warploom.runtime.gpu import capability
 from warploom.runtime.pytorch import current_device as _current_device
 from warploom.runtime.pytorch import current_stream as _current_stream
@@ -34,26 +34,26 @@ __all__ = [
     "ALIGNMENT",
     "INTERPRETED",
     "SHARED_MEMORY",
-    "Boxes",
     "Build",
     "Dense",
     "Launch",
+    "TmaTile",
     "architecture",
     "are_aligned",
-    "can_be_copied",
     "has_pdl",
     "is_recording",
     "multiprocessors",
     "recording",
     "runs_on_cpu",
     "shared_memory",
+    "supports_tma",
 ]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
 
 if INTERPRETED:
-    from warploom.runtime.interpreter import in_declared_width, repair
+    from warploom.runtime.interpreter import repair, widen_declared
 
     repair()
 
@@ -104,11 +104,11 @@ class _Variant(NamedTuple):
     An index says where the call has a value, a place where the kernel has it.
     """
 
-    entry: Entry
+    entry: KernelEntry
     arguments: list[Any]
     pointers: tuple[tuple[int, int, int], ...]  # index, place, and the bits that an address must not have
     numbers: tuple[tuple[int, int], ...]  # index, place
-    described: tuple[tuple[int, int, Description, Any, dict[int, Any]], ...]
+    described: tuple[tuple[int, int, DescriptorTemplate, Any, dict[int, Any]], ...]
     """Index, place, what encodes it (None: Triton's launcher does), and encodings by address."""
 
 
@@ -134,7 +134,7 @@ class Launch:
         cooperative: Launch only if all programs run at once, which those that wait for each other need.
         unaligned: Names of tensors that may be anywhere: kernels know nothing of their addresses, nor does it count
             for what they know of others.
-        arguments: All other parameters by name. A group of numbers may be None, which is a constant then. `Boxes`
+        arguments: All other parameters by name. A group of numbers may be None, which is a constant then. `TmaTile`
             stand for a tensor descriptor, whose tensor calls bring.
 
     Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
@@ -181,7 +181,7 @@ class Launch:
             self.options["maxnreg"] = registers
         if cooperative:
             self.options["launch_cooperative_grid"] = True
-        self.descriptions = {name: Description(x) for name, x in arguments.items() if isinstance(x, Boxes)}
+        self.descriptions = {name: DescriptorTemplate(x) for name, x in arguments.items() if isinstance(x, TmaTile)}
         self.arguments = {name: x for name, x in arguments.items() if name not in self.descriptions}
         self._check()
         self.variants: dict[tuple[Any, ...], _Variant] = {}  # by device, dtypes and alignment
@@ -262,7 +262,7 @@ class Launch:
 
     def _interpret(self, given: tuple[Any, ...]) -> None:
         values = {**self.arguments, **dict(zip(self.takes, given, strict=True))}
-        arguments = [in_declared_width(kind, values[n]) for n, kind in parameters_of(self.kernel).items()]
+        arguments = [widen_declared(kind, values[n]) for n, kind in parameters_of(self.kernel).items()]
         self.kernel[(self.programs,)](*arguments, **self.options)
 
     def _aligned(self, given: tuple[Any, ...]) -> tuple[bool, bool]:
@@ -304,7 +304,7 @@ class Launch:
         if key not in _compiled:
             _compiled[key] = build.compile()
         descriptors = {name: each.of(brought[name]) for name, each in self.descriptions.items()}
-        entry = entry_of(_compiled[key], [descriptors[name] for name in build.signature if name in descriptors])
+        entry = find_entry(_compiled[key], [descriptors[name] for name in build.signature if name in descriptors])
         encoders = iter(entry.encode or ())
         arguments: list[Any] = []
         pointers, numbers = [], []
@@ -314,7 +314,7 @@ class Launch:
             if kind == CONSTANT:
                 continue
             if name not in brought:
-                arguments += [value for _, value in taken(kind, self.arguments[name])]
+                arguments += [value for _, value in flatten_argument(kind, self.arguments[name])]
                 continue
             index = self.takes.index(name)
             arguments.append(None)
@@ -333,7 +333,7 @@ def _is_gluon(kernel: Any) -> bool:
     return hasattr(kernel, "is_gluon") and bool(kernel.is_gluon())
 
 
-def _encoded(description: Description, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
+def _encoded(description: DescriptorTemplate, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
     """What stands for a described tensor among the arguments; its sizes and strides are there already."""
     descriptor = description.of(tensor)
     if encode is None:

@@ -55,15 +55,15 @@ def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
     return empty_in_order_of(like, features)
 
 
-def in_order_of(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def reorder_like(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out`` with the strides of `empty_in_order_of`: its axes in memory in the order of those of ``x``."""
     if x.is_contiguous():
-        return dense(out)
+        return make_dense(out)
     order = memory_order(x)
-    return dense(out.permute(order)).permute(_inverse(order))
+    return make_dense(out.permute(order)).permute(_inverse(order))
 
 
-def dense(x: torch.Tensor) -> torch.Tensor:
+def make_dense(x: torch.Tensor) -> torch.Tensor:
     """``x`` with the strides of a new tensor of its shape, along axes of size one too; a copy if it has others."""
     strides = itertools.accumulate((max(n, 1) for n in reversed(x.shape[1:])), operator.mul, initial=1)
     return x if x.stride() == tuple(strides)[::-1] else x.clone(memory_format=torch.contiguous_format)

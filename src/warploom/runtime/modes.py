@@ -14,7 +14,7 @@ from warploom.runtime.pytorch import dispatch_modes, forward_ad
 from warploom.runtime.pytorch import is_batched as _is_batched
 from warploom.runtime.pytorch import is_traced_by_jit as _is_traced_by_jit
 from warploom.runtime.pytorch import is_wrapped as _is_wrapped
-from warploom.runtime.pytorch import unwrapped as _unwrapped
+from warploom.runtime.pytorch import unwrap as _unwrapped
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _strided = torch.strided
@@ -23,7 +23,7 @@ _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def is_watched() -> bool:
-    """Whether something watches calls that `warploom.runtime.plans.recognise` does not notice."""
+    """Whether something watches calls that `warploom.runtime.plans.make_guard` does not notice."""
     return _is_traced_by_dynamo() or _function_modes() > 0 or forward_ad._current_level >= 0
 
 
@@ -106,7 +106,7 @@ def count_flops(operator: Any, flops: Callable[..., int]) -> None:
             registry[operator] = formula
 
 
-def attention_pairs(
+def count_attention_pairs(
     q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
 ) -> int:
     """Pairs of a query and a key over the batch (B, N, …) and (B, M, …), to count operations.
@@ -118,8 +118,8 @@ def attention_pairs(
     return int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
 
 
-def stacked(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, stacked: ``vmap`` of an operator whose kernels take their own batch."""
+def run_per_sample(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+    """One call after another, run_per_sample: ``vmap`` of an operator whose kernels take their own batch."""
 
     def sample(index: int) -> Any:
         return call(*(v.select(d, index) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))

@@ -1,7 +1,7 @@
 """What arguments are called in other libraries, and what to write here.
 
 A public function takes arguments that it does not have as ``*_others`` and ``**_unknown``, which costs nothing
-where there are none, and hands them to `refuse_unknown`. `known_arguments` hides both from its signature.
+where there are none, and hands them to `refuse_unknown`. `hide_catch_alls` hides both from its signature.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
 _TABLES = "theta holds frequencies in radians per position; tables of cosines and sines are not needed: {call}"
 
 
-def known_arguments(function: F) -> F:
+def hide_catch_alls(function: F) -> F:
     """Give a function the signature of what it takes, without ``*_others`` and ``**_unknown``."""
     signature = inspect.signature(function, eval_str=True)
     known = []
@@ -64,7 +64,7 @@ def refuse_unknown(function: Callable[..., Any], others: tuple[Any, ...], unknow
     """Raise for arguments that a function does not have.
 
     Args:
-        function: The public function, see `known_arguments`.
+        function: The public function, see `hide_catch_alls`.
         others: More arguments by position than it has.
         unknown: Arguments by names that it does not have.
 

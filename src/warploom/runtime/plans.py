@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from warploom.runtime.pytorch import make_guard as _guard
+from warploom.runtime.pytorch import make_tensor_guards as _guard
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Plans:
     second level, plans of the call's launches: forward, and backward for each layout of gradients.
 
     A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
-    `recognise`.
+    `make_guard`.
     """
 
     LARGEST = 4096
@@ -68,15 +68,11 @@ class Plans:
         return plan
 
 
-_caches: list[Plans] = []
+ALL_PLANS: list[Plans] = []
+"""The plans of every function and operator, to forget them at once."""
 
 
-def caches() -> list[Plans]:
-    """All that is known of earlier calls, of every function and operator."""
-    return _caches
-
-
-def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """What says, by a function in C, whether tensors are like these in all but contents and address.
 
     It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
@@ -102,7 +98,7 @@ def recognise(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     return like
 
 
-def metadata(tensor: object) -> Hashable:
+def tensor_key(tensor: object) -> Hashable:
     """What a key says of an argument that should be a tensor or None: all but its contents and address."""
     if tensor is None:
         return None
@@ -111,7 +107,7 @@ def metadata(tensor: object) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def are_kept(tensor: torch.Tensor) -> bool:
+def keeps_plans_for(tensor: torch.Tensor) -> bool:
     """Whether plans for a tensor's device are kept: for GPUs, and for CPUs in Triton's interpreter.
 
     Elsewhere kernels are only recorded for a build, for one architecture after the other. Triton is not imported to

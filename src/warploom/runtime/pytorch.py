@@ -56,7 +56,7 @@ is_traced_by_jit: Callable[[], bool] = _find("_C._is_tracing", _find("jit.is_tra
 is_batched: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: True)
 """Of gradients whose backward `torch.autograd.grad` runs for many at once, by what is older than ``torch.func``."""
 is_wrapped: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: True)
-unwrapped: Callable[[torch.Tensor], Any] = _find(
+unwrap: Callable[[torch.Tensor], Any] = _find(
     "_C._functorch.get_unwrapped", lambda tensor: SimpleNamespace(requires_grad=True)
 )
 """What a transform of ``torch.func`` wraps: if it cannot be asked, its gradient is taken to be wanted."""
@@ -68,7 +68,7 @@ if not hasattr(forward_ad, "_current_level"):
     forward_ad = SimpleNamespace(_current_level=0)
 
 
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What calls an autograd function where no transform of ``torch.func`` is active."""
     return getattr(super(torch.autograd.Function, function), "apply", None) or function.apply
 
@@ -87,6 +87,6 @@ def _tells_tensors_apart(make: Callable[..., Guard]) -> bool:
         return False
 
 
-make_guard: Callable[..., Guard] | None = _make_guard if _tells_tensors_apart(_make_guard) else None
+make_tensor_guards: Callable[..., Guard] | None = _make_guard if _tells_tensors_apart(_make_guard) else None
 """What compiled code recognises its inputs with: made from tensors, it says whether others are like them in all but
 contents and address."""

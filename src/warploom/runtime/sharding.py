@@ -41,7 +41,7 @@ def is_sharded(tensors: Sequence[Any]) -> bool:
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
-def on_shards(
+def run_on_shards(
     name: str, axes: Axes, tensors: Sequence[Any], number: Any, call: Callable[[Sequence[Any], Any], Any]
 ) -> Any:
     """Run a call on shards.

@@ -15,7 +15,7 @@ import torch
 
 from warploom.errors import ArgumentError, fault
 from warploom.runtime.modes import holds_data
-from warploom.runtime.plans import caches
+from warploom.runtime.plans import ALL_PLANS
 from warploom.runtime.pytorch import count_dispatch_modes as _dispatch_modes
 
 Tensor = torch.Tensor
@@ -50,11 +50,11 @@ def check_values(on: bool = True) -> None:
     """
     global _on_gpus
     _on_gpus = bool(on)
-    for plans in caches():  # what is known of earlier calls includes whether they are checked
+    for plans in ALL_PLANS:  # what is known of earlier calls includes whether they are checked
         plans.forget()
 
 
-def are_looked_at(x: Tensor) -> bool:
+def reads_values_of(x: Tensor) -> bool:
     """Whether values are looked at in a call on tensors like this one: not while launches are only recorded."""
     return not _is_compiling() and (_on_gpus if x.is_cuda else x.is_cpu and not _is_recording())
 

@@ -10,11 +10,11 @@ import torch
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.operator import OPERATOR
 from warploom.ops.flash_attention.validation import NAME, Precision, check, look
-from warploom.runtime.autocast import under_autocast
+from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
-from warploom.runtime.memory_order import dense, in_order_of
-from warploom.runtime.names import known_arguments, refuse_unknown
+from warploom.runtime.memory_order import make_dense, reorder_like
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ def flash_attention(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Unpack[_Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@known_arguments
+@hide_catch_alls
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -133,7 +133,7 @@ def flash_attention(
     """
     if _others or _unknown:
         refuse_unknown(flash_attention, _others, _unknown)
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)
     tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
@@ -147,12 +147,12 @@ def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) 
     if backend == "auto" and not q.is_meta:
         reason = fallback.obstacle(tensors, options, return_lse)
         if reason is None:
-            return in_order_of(q, fallback.attend(tensors, options))
+            return reorder_like(q, fallback.attend(tensors, options))
         fallback.warn_of_definition(NAME, reason)
     results = fallback.define(tensors, options, return_lse)
     if isinstance(results, Tensor):
-        return in_order_of(q, results)
-    return in_order_of(q, results[0]), dense(results[1])
+        return reorder_like(q, results)
+    return reorder_like(q, results[0]), make_dense(results[1])
 
 
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:

@@ -11,7 +11,7 @@ from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.ops.flash_attention.validation import Options
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
-from warploom.runtime.modes import attention_pairs
+from warploom.runtime.modes import count_attention_pairs
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ def _flops(tensors: Tensors, options: Options) -> int:
     if block_table is not None:
         keys = block_table.shape[1] * k.shape[1]
         return 2 * int(q.shape[0] * q.shape[1] * keys * q.shape[2] * (q.shape[3] + v.shape[3]))
-    return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
+    return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
     """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
     q, k, v, _, _, _, *cu_seqlens, _ = saved
-    return 2 * attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
+    return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 
 _BOUNDS = "Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"

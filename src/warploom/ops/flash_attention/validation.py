@@ -19,7 +19,7 @@ from warploom.errors import (
     shape_of,
     warn,
 )
-from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
@@ -128,7 +128,7 @@ def beyond_kernels(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        checked_tensor(NAME, argument, tensor, FLOATS)
+        check_tensor(NAME, argument, tensor, FLOATS)
         if tensor.dtype != q.dtype:
             raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
         if tensor.device != q.device:
@@ -170,9 +170,9 @@ def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, in
         raise fault(DtypeError, NAME, "window", "None or a pair (left, right)", repr(window))
     for bound in window:
         if bound is not None and not is_int(bound):
-            raise fault(DtypeError, NAME, "window", "a pair of ints or None", shown(window))
+            raise fault(DtypeError, NAME, "window", "a pair of ints or None", format_value(window))
         if bound is not None and bound < 0:
-            raise fault(ArgumentError, NAME, "window", "of bounds ≥ 0, or None for no bound", shown(window))
+            raise fault(ArgumentError, NAME, "window", "of bounds ≥ 0, or None for no bound", format_value(window))
     left, right = (None if isinstance(bound, int) and bound > LARGEST else bound for bound in window)
     return left, right
 
@@ -185,7 +185,7 @@ def _checked_scale(scale: float | None, q: Tensor) -> float:
 
 
 def _check_sink(q: Tensor, sink: Tensor) -> None:
-    checked_tensor(NAME, "sink", sink, FLOATS)
+    check_tensor(NAME, "sink", sink, FLOATS)
     if sink.shape != (q.shape[2],):
         raise fault(ShapeError, NAME, "sink", f"(Hq,) with Hq = {q.shape[2]}", shape_of(sink))
     if sink.device != q.device:
@@ -193,7 +193,7 @@ def _check_sink(q: Tensor, sink: Tensor) -> None:
 
 
 def _check_used(q: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
-    checked_tensor(NAME, "seqused_k", seqused_k, (torch.int32, torch.int64))
+    check_tensor(NAME, "seqused_k", seqused_k, (torch.int32, torch.int64))
     if seqused_k.shape != (q.shape[0],):
         raise fault(ShapeError, NAME, "seqused_k", f"(B,) with B = {q.shape[0]}", shape_of(seqused_k))
     if seqused_k.device != q.device:
@@ -203,7 +203,7 @@ def _check_used(q: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor | None, cu_se
 
 
 def _check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k: Tensor | None) -> None:
-    checked_tensor(NAME, "block_table", block_table, (torch.int32,))
+    check_tensor(NAME, "block_table", block_table, (torch.int32,))
     if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
         raise fault(ShapeError, NAME, "block_table", f"(B, P) with B = {q.shape[0]}", shape_of(block_table))
     if block_table.device != q.device:
@@ -228,7 +228,7 @@ def _check_sequences(
                 expected = f"given where the other is, since N = {q.shape[1]} and M = {k.shape[1]} differ"
                 raise fault(ArgumentError, NAME, argument, expected, None)
             continue
-        checked_tensor(NAME, argument, tensor, (torch.int32, torch.int64))
+        check_tensor(NAME, argument, tensor, (torch.int32, torch.int64))
         if tensor.dim() != 1 or tensor.shape[0] < 2:
             raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
         if tensor.device != q.device:

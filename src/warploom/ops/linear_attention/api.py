@@ -9,12 +9,12 @@ import torch
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, look
-from warploom.runtime.autocast import under_autocast
+from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
-from warploom.runtime.memory_order import dense, in_order_of
+from warploom.runtime.memory_order import make_dense, reorder_like
 from warploom.runtime.modes import is_plain_eager
-from warploom.runtime.names import known_arguments, refuse_unknown
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ def linear_attention(
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@known_arguments
+@hide_catch_alls
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -128,7 +128,7 @@ def linear_attention(
     """
     if _others or _unknown:
         refuse_unknown(linear_attention, _others, _unknown)
-    q, k, v = under_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
     tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     options = (encoding, activation, interleaved, causal, scale, return_state)
@@ -147,8 +147,8 @@ def _run_reference(tensors: Tensors, offset: int, call: ValidatedCall, _: str) -
         longest=longest_of(cu_seqlens),
     )  # fmt: skip
     if isinstance(results, Tensor):
-        return in_order_of(q, results)
-    return in_order_of(q, results[0]), dense(results[1])
+        return reorder_like(q, results)
+    return reorder_like(q, results[0]), make_dense(results[1])
 
 
 def longest_of(cu_seqlens: Tensor | None) -> int | None:

@@ -9,7 +9,7 @@ import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.linear_attention.problem import Options
-from warploom.runtime.arguments import FLOATS, LARGEST, check_number, checked_tensor, is_int, is_within, shown
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_decays, check_positions
 
@@ -103,7 +103,7 @@ def _check_device(argument: str, tensor: Tensor, q: Tensor) -> None:
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        checked_tensor(NAME, argument, tensor, FLOATS)
+        check_tensor(NAME, argument, tensor, FLOATS)
         if tensor.dtype != q.dtype:
             raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
         _check_device(argument, tensor, q)
@@ -124,7 +124,7 @@ def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
         return
     if theta is None:
         raise fault(ArgumentError, NAME, "theta", f'given when encoding="{encoding}"', None)
-    checked_tensor(NAME, "theta", theta, FLOATS)
+    check_tensor(NAME, "theta", theta, FLOATS)
     heads, features = q.shape[2], q.shape[3]
     if encoding == "rotate":
         if features % 2:
@@ -140,7 +140,7 @@ def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
 def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
     batch, tokens = q.shape[:2]
     if offsets is not None:
-        checked_tensor(NAME, "offset", offsets, _INTEGERS)
+        check_tensor(NAME, "offset", offsets, _INTEGERS)
         if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != batch):
             raise fault(ShapeError, NAME, "offset", f"() or (B,) with B = {batch}", shape_of(offsets))
         _check_device("offset", offsets, q)
@@ -148,10 +148,10 @@ def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens:
         raise fault(DtypeError, NAME, "offset", "an int or an integer tensor", repr(offset))
     elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
         expected = "such that all positions are below 2**31 in size"
-        raise fault(ArgumentError, NAME, "offset", expected, shown(offset))
+        raise fault(ArgumentError, NAME, "offset", expected, format_value(offset))
     if cu_seqlens is None:
         return
-    checked_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    check_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise fault(ShapeError, NAME, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
     if batch != 1:
@@ -162,7 +162,7 @@ def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens:
 def _check_decay(q: Tensor, decay: Tensor | None) -> None:
     if decay is None:
         return
-    checked_tensor(NAME, "decay", decay, FLOATS)
+    check_tensor(NAME, "decay", decay, FLOATS)
     if decay.shape not in (q.shape[2:3], q.shape[:3]):
         batch, tokens, heads, _ = q.shape
         expected = f"(H,) or (B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
@@ -173,7 +173,7 @@ def _check_decay(q: Tensor, decay: Tensor | None) -> None:
 def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
     if state is None:
         return
-    checked_tensor(NAME, "initial_state", state, FLOATS)
+    check_tensor(NAME, "initial_state", state, FLOATS)
     if tuple(state.shape) != shape:
         expected = f"(S, H, F, E) = {shape}"
         raise fault(ShapeError, NAME, "initial_state", expected, shape_of(state))

@@ -14,14 +14,14 @@ from warploom.ops.lrpe.operator import OPERATOR
 from warploom.ops.lrpe.validation import Activation, check, look
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
-from warploom.runtime.memory_order import in_order_of
-from warploom.runtime.names import known_arguments, refuse_unknown
+from warploom.runtime.memory_order import reorder_like
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
 
-@known_arguments
+@hide_catch_alls
 def lrpe_cosine(
     x: Tensor,
     theta: Tensor,
@@ -89,7 +89,7 @@ def lrpe_cosine(
     return _run(_cosine, "cosine", x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
 
 
-@known_arguments
+@hide_catch_alls
 def lrpe_rotate(
     x: Tensor,
     theta: Tensor,
@@ -191,7 +191,7 @@ def _run_reference(inputs: LrpeInputs, offset: int, call: ValidatedCall, _: str)
     else:
         interleaved = options.kind == "interleaved"
         out = reference.lrpe_rotate(inputs.x, inputs.theta, **arguments, interleaved=interleaved)
-    return in_order_of(inputs.x, out)
+    return reorder_like(inputs.x, out)
 
 
 def _axes(inputs: LrpeInputs, options: tuple[Any, ...]) -> Axes:

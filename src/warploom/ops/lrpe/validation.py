@@ -10,7 +10,7 @@ import torch
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
-from warploom.runtime.arguments import FLOATS, LARGEST, checked_tensor, is_int, is_within, shown
+from warploom.runtime.arguments import FLOATS, LARGEST, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds, check_positions
 
@@ -49,13 +49,15 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
     if not is_int(prefix):
         raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
     if prefix != 0 and not 0 <= prefix <= tokens:
-        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", shown(prefix))
+        raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", format_value(prefix))
     if offsets is not None:
         _check_offset_tensor(name, x, offsets)
     elif not is_int(offset):
         raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
     elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
-        raise fault(ArgumentError, name, "offset", "such that all positions are below 2**31 in size", shown(offset))
+        raise fault(
+            ArgumentError, name, "offset", "such that all positions are below 2**31 in size", format_value(offset)
+        )
     moved = offsets is not None or offset != 0
     if position_ids is not None:
         _check_position_ids(name, x, position_ids)
@@ -106,7 +108,7 @@ def _beyond_kernels(x: Tensor, cu_seqlens: Tensor | None) -> str | None:
 
 def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
     for argument, tensor in (("x", x), ("theta", theta)):
-        checked_tensor(name, argument, tensor, FLOATS)
+        check_tensor(name, argument, tensor, FLOATS)
     if x.dim() not in (3, 4) or x.shape[-1] == 0:
         raise fault(ShapeError, name, "x", "(B, N, H, D) or (B, N, D) with D ≥ 1", shape_of(x))
     heads = x.shape[2] if x.dim() == 4 else 1
@@ -132,14 +134,14 @@ def _check_frequencies(
 
 
 def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
-    checked_tensor(name, "offset", offset, _INTEGERS)
+    check_tensor(name, "offset", offset, _INTEGERS)
     if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
         raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
     _check_device(name, "offset", offset, x)
 
 
 def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
-    checked_tensor(name, "position_ids", position_ids, _INTEGERS)
+    check_tensor(name, "position_ids", position_ids, _INTEGERS)
     batch, tokens = x.shape[:2]
     shape = tuple(position_ids.shape)
     if shape != (tokens,) and (len(shape) not in (2, 3) or shape[:2] != (batch, tokens) or 0 in shape[2:]):
@@ -149,7 +151,7 @@ def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
 
 
 def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    checked_tensor(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    check_tensor(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
     if x.shape[0] != 1:
@@ -159,12 +161,12 @@ def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
 
 def _check_grid(name: str, grid: Any, prefix: int, tokens: int) -> None:
     if not isinstance(grid, tuple) or not grid or not all(is_int(size) for size in grid):
-        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", shown(grid))
+        raise fault(DtypeError, name, "grid", "a sequence of ints, one per axis", format_value(grid))
     if any(size < 1 for size in grid):
-        raise fault(ArgumentError, name, "grid", "of positive sizes", shown(tuple(grid)))
+        raise fault(ArgumentError, name, "grid", "of positive sizes", format_value(tuple(grid)))
     if prefix + math.prod(grid) != tokens:
-        expected, got = f"such that prefix + n₁⋯n_k = N = {tokens}", shown(tuple(grid))
-        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {shown(math.prod(grid))} for {got}")
+        expected, got = f"such that prefix + n₁⋯n_k = N = {tokens}", format_value(tuple(grid))
+        raise fault(ShapeError, name, "grid", expected, f"{prefix} + {format_value(math.prod(grid))} for {got}")
 
 
 def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:

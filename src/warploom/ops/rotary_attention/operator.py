@@ -16,7 +16,7 @@ import torch
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
-from warploom.runtime.modes import attention_pairs
+from warploom.runtime.modes import count_attention_pairs
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _backward_fake(
 def _flops(inputs: Tensors, options: RotaryOptions) -> int:
     """Returns those of attention: two products for every query and key, hidden or not."""
     qkv, _ = inputs
-    return 4 * attention_pairs(qkv, qkv, None, None) * options.heads * int(qkv.shape[3])
+    return 4 * count_attention_pairs(qkv, qkv, None, None) * options.heads * int(qkv.shape[3])
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: RotaryOptions) -> int:

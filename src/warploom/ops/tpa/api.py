@@ -21,18 +21,18 @@ from warploom.ops.tpa.validation import (
     look,
     look_at_cache,
 )
-from warploom.runtime.autocast import under_autocast
+from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
-from warploom.runtime.memory_order import in_order_of
+from warploom.runtime.memory_order import reorder_like
 from warploom.runtime.modes import read_bounds
-from warploom.runtime.names import known_arguments, refuse_unknown
+from warploom.runtime.names import hide_catch_alls, refuse_unknown
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
 
 
-@known_arguments
+@hide_catch_alls
 def tpa_attention(
     aq: Tensor | None,
     ak: Tensor,
@@ -103,12 +103,12 @@ def tpa_attention(
     """
     if _others or _unknown:
         refuse_unknown(tpa_attention, _others, _unknown)
-    aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
+    aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
 
 
-@known_arguments
+@hide_catch_alls
 def tpa_decode(
     aq: Tensor | None,
     ak: Tensor,
@@ -184,7 +184,7 @@ def tpa_decode(
     """
     if _others or _unknown:
         refuse_unknown(tpa_decode, _others, _unknown)
-    aq, ak, av, bq, bk, bv = under_autocast(aq, ak, av, bq, bk, bv)
+    aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (strategy, scale, scale_q, scale_k, scale_v)
     return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
 
@@ -210,10 +210,10 @@ def _attention_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: 
             out = fallback.attend(formed, own)
             if rows is not None and rows < bq.shape[1]:
                 out = torch.cat((out, out.new_zeros((1, bq.shape[1] - rows, *out.shape[2:]))), 1)
-            return in_order_of(bq if aq is None else aq, out)
+            return reorder_like(bq if aq is None else aq, out)
         fallback.warn_of_definition("tpa_attention", reason)
     out = reference.tpa_attention(aq, ak, av, bq, bk, bv, **options._asdict(), cu_seqlens=bounds)
-    return in_order_of(bq if aq is None else aq, out)
+    return reorder_like(bq if aq is None else aq, out)
 
 
 def _decode_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor:
@@ -222,7 +222,7 @@ def _decode_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str
     scales: dict[str, Any] = options._asdict()
     del scales["strategy"]  # which is of the kernels
     out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales, cache_seqlens=cache_seqlens)
-    return in_order_of(bq if aq is None else aq, out)
+    return reorder_like(bq if aq is None else aq, out)
 
 
 def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:

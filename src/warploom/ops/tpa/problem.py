@@ -10,7 +10,7 @@ import torch
 
 from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.runtime.dispatch import Tensors
-from warploom.runtime.modes import attention_pairs
+from warploom.runtime.modes import count_attention_pairs
 
 Tensor = torch.Tensor
 
@@ -102,5 +102,5 @@ def flops_of_products(tensors: Tensors) -> int:
 def flops_of_pairs(tensors: Tensors, cu_seqlens: Tensor | None, of_keys: int, of_values: int) -> int:
     """Operations of so many products for every query and key, by features of keys and of values."""
     _, ak, _, bq, bk, bv = tensors[:6]
-    pairs = attention_pairs(bq, ak, cu_seqlens, cu_seqlens)
+    pairs = count_attention_pairs(bq, ak, cu_seqlens, cu_seqlens)
     return int(2 * pairs * ak.shape[2] * (of_keys * bk.shape[-1] + of_values * bv.shape[-1]))

@@ -8,7 +8,7 @@ import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
-from warploom.runtime.arguments import FLOATS, check_number, checked_tensor, is_within
+from warploom.runtime.arguments import FLOATS, check_number, check_tensor, is_within
 from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths
 
@@ -127,7 +127,7 @@ def _check_factors(
     for argument, factor in factors.items():
         if factor is None and argument == "aq":
             continue
-        factor = checked_tensor(name, argument, factor, FLOATS)
+        factor = check_tensor(name, argument, factor, FLOATS)
         if factor.dtype != bq.dtype:
             raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
         if factor.device != bq.device:
@@ -208,7 +208,7 @@ def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) 
 
 
 def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> None:
-    checked_tensor(name, argument, lengths, (torch.int32, torch.int64))
+    check_tensor(name, argument, lengths, (torch.int32, torch.int64))
     if lengths.device != bq.device:
         raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
 

@@ -40,7 +40,7 @@ from warploom.ops.flash_attention.problem import (
     loop_steps,
     programs_at_once,
 )
-from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied
+from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, supports_tma
 
 Tensor = torch.Tensor
 
@@ -178,7 +178,7 @@ def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) ->
     looped = shape.tokens if name in ("key", "backward") else shape.keys
     if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return False
-    return all(map(can_be_copied, tensors))
+    return all(map(supports_tma, tensors))
 
 
 def is_together_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
@@ -229,7 +229,9 @@ def _boxes(
     """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
     widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
     return {
-        each: Boxes(x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width)))
+        each: TmaTile(
+            x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width))
+        )
         for each, x in zip(DESCRIBED[name], tensors)
     }
 
@@ -337,7 +339,7 @@ def plan_together(
         return None
     if not suit("backward", call.shape, call.mask, call.scale, *tensors):
         return None
-    return _planned("backward", call, 1, tensors, added=Boxes(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
+    return _planned("backward", call, 1, tensors, added=TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits

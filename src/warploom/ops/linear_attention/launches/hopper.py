@@ -15,7 +15,7 @@ from warploom.ops.linear_attention.kernels.hopper.product import hopper_product_
 from warploom.ops.linear_attention.kernels.hopper.sums import hopper_sums_kernel
 from warploom.ops.linear_attention.kernels.tiles import Scales
 from warploom.ops.linear_attention.launches.calls import PLACES, Call, State, state_strides
-from warploom.runtime.launch import INTERPRETED, Boxes, Dense, Launch, architecture, can_be_copied
+from warploom.runtime.launch import INTERPRETED, Dense, Launch, TmaTile, architecture, supports_tma
 
 Tensor = torch.Tensor
 
@@ -36,7 +36,7 @@ def suits(call: Call, *tensors: Tensor) -> bool:
     known = call.options.kind in ("none", "rotate", "cosine") and call.options.activation != "softmax"
     if not (whole and known and width in WIDTHS and v.shape[3] == width):
         return False
-    return all(t.dtype == torch.bfloat16 and can_be_copied(t) for t in tensors)
+    return all(t.dtype == torch.bfloat16 and supports_tma(t) for t in tensors)
 
 
 def plan_sums(call: Call, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
@@ -102,9 +102,9 @@ def _launch(
     )
 
 
-def _boxes(x: Tensor) -> Boxes:
+def _boxes(x: Tensor) -> TmaTile:
     """Tiles of tokens of a head."""
-    return Boxes(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3])))
+    return TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3])))
 
 
 def _form(call: Call, kernel: str, turns: bool = True) -> Form:

@@ -25,7 +25,7 @@ from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
 from warploom.runtime.launch import Dense, Launch
-from warploom.runtime.memory_order import in_order_of, layout_of
+from warploom.runtime.memory_order import layout_of, reorder_like
 from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
@@ -82,7 +82,7 @@ def forward(factors: Operands, call: Call, plans: Plans) -> tuple[Tensor, Tensor
         q, k, v, call.mask, _scale(factors, call), "highest", of_attention
     )
     if factors.aq is not None and q.shape[3] == 1:  # of which queries do not show where features lay in factors
-        out = in_order_of(factors.aq, out)
+        out = reorder_like(factors.aq, out)
     return out, statistics
 
 

@@ -49,7 +49,7 @@ def hopper_shared_key_kernel(
 ):  # fmt: skip
     """`kernels.hopper.backward.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
 
-    Boxes of queries and keys may be as wide as one of ``PIECES`` of a row. Then ``dk`` and ``dv`` are addresses, also of
+    TmaTile of queries and keys may be as wide as one of ``PIECES`` of a row. Then ``dk`` and ``dv`` are addresses, also of
     whole results, and ``SPLIT`` is set.
 
     With several ``TERMS``, there are no options, descriptors are of (TERMS · B, H, N, D), and ``dk`` and ``dv`` are parts, one or several.

@@ -16,7 +16,7 @@ import triton
 from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.problem import Operands
-from warploom.runtime.launch import INTERPRETED, Boxes, Launch, architecture, can_be_copied, multiprocessors
+from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, multiprocessors, supports_tma
 from warploom.runtime.memory_order import layout_of
 
 Tensor = torch.Tensor
@@ -82,7 +82,7 @@ def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
         if x is not None and (x.stride(0) >= _LONGEST or max(x.stride()[2:]) >= TILE_STRIDE_LIMIT):
             return False
     dense = all(rank == 1 or a.stride()[2:] == (rank, 1) for a in (ak, av))
-    return dense and all(map(can_be_copied, (ak.flatten(2), av.flatten(2), bk, bv)))
+    return dense and all(map(supports_tma, (ak.flatten(2), av.flatten(2), bk, bv)))
 
 
 def plan(
@@ -112,8 +112,8 @@ def plan(
     rows = max(16, triton.next_power_of_2(heads))
     width = 64 if max(features, values) <= 64 else 128
     head_box, feature_box = (1, 1, _BLOCK_M, rows * rank), (1, 1, _BLOCK_M, width)
-    heads_k, heads_v = (Boxes(a.flatten(2)[:, None], (0, 1, 2, 3), head_box) for a in (ak, av))
-    features_k, features_v = (Boxes(b, (0, 2, 1, 3), feature_box) for b in (bk, bv))
+    heads_k, heads_v = (TmaTile(a.flatten(2)[:, None], (0, 1, 2, 3), head_box) for a in (ak, av))
+    features_k, features_v = (TmaTile(b, (0, 2, 1, 3), feature_box) for b in (bk, bv))
     aq_bhr, bq_brf, out_bhf = (
         (0, 0, 0) if x is None else (x.stride(0), *x.stride()[2:]) for x in (aq, bq, out)
     )  # one token
