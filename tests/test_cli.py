@@ -17,7 +17,7 @@ import torch
 import toy
 
 import warploom.ops
-from warploom.bench import environment, records, registry
+from warploom.bench import environment, records
 from warploom.cli import bench, check, main
 from warploom.ops.spec import Bench, Case
 from warploom.report import panels
@@ -32,7 +32,7 @@ def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: N
 
 
 def register(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for module in (registry, records, panels):
+    for module in (warploom.ops, records, panels):
         monkeypatch.setattr(module, "benches", lambda: {bench.name: bench})
 
 
@@ -43,7 +43,7 @@ def test_bench_prints_tables_then_where_things_are(capsys: pytest.CaptureFixture
     lines = out.rstrip().splitlines()
     assert lines[0].startswith("device: CPU, PyTorch")
     assert "no kernel runs here" in lines[0]
-    assert "trial of the instrument" in lines[1]
+    assert lines[1] == "On a CPU PyTorch is timed; --provider adds compiled peers."
     assert "toy_scale  fwd  fp32  ms" in lines
     assert max(map(len, lines)) <= 80
     assert lines[-2] == "records: runs/cpu-quick/records.jsonl"

@@ -23,6 +23,7 @@ from warploom.cli import main
 from warploom.report.panels import load_sections
 
 SPEC = Path(__file__).with_name("toy_spec.py")
+MODEL = shlex.quote(str(Path(__file__).parents[1] / "benchmarks" / "transformer.py"))
 BENCH = f"bench --device cpu --no-report --spec {shlex.quote(str(SPEC))}"
 PROFILE = f"profile --device cpu --spec {shlex.quote(str(SPEC))} --mode fwd --case n=64"
 RECORD = Record(
@@ -141,8 +142,7 @@ MISTAKES = [
     ("report run -o folder", "folder: cannot be written: Is a directory"),
     ("report run -o text/below.html", "cannot be written: a file has this name"),
     ("report run -o /proc/nowhere/report.html", "cannot be written: No such file"),
-    ("profile transformer --device cpu --suite trial", "profile: takes one case in one mode, and 3 fit"),
-    (f"{PROFILE} --kind parts", "profile: parts are those of a model, and toy-scale is an operator"),
+    (f"profile --spec {MODEL} --device cpu --suite trial", "profile: takes one case in one mode, and 3 fit"),
     (f"{PROFILE} --kind memory", "profile: only a GPU's allocations are recorded"),
     (f"{PROFILE} --kind once", "profile: the marks of a profiled region are CUDA's"),
     *((f"check --spec {path}", message) for path, message in SPECS.items()),
@@ -164,7 +164,7 @@ def test_what_cannot_be_used_is_one_line_and_status_2(
         raise AssertionError("measured before its output was known to be writable")
 
     monkeypatch.setattr(runner, "evaluate", measure)
-    monkeypatch.setattr("warploom.bench.transformer.prepare", measure)
+    monkeypatch.setattr("benchmarks.transformer.prepare", measure)
     if "/proc/" in words and not Path("/proc/self/mem").exists():
         pytest.skip("this system has no /proc")
     assert status_of(words) == 2

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from warploom.bench import Record, context_parallel, run_bench
+from benchmarks import context_parallel
+from warploom.bench import Record, run_bench
 
 
 @pytest.mark.seldom(3)
-def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None) -> None:
+def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None, own_registry: None) -> None:
     results = run_bench(
         context_parallel.BENCH,
         suite="trial",

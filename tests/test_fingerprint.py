@@ -68,13 +68,17 @@ def test_the_kernel_itself_may_be_renamed(tmp_path: Path) -> None:
     assert source(tmp_path, KERNELS) == source(tmp_path, renamed, "halve_kernel")
 
 
+MODEL = Path(__file__).parents[1] / "benchmarks" / "transformer.py"
 PLAN = """
-import json, torch
+import json, sys, torch
+from pathlib import Path
 from warploom.bench.fingerprint import fingerprint, gpu_of
-from warploom.bench.registry import benches
+from warploom.ops import benches
+from warploom.testing.specs import load_specs
 
 H200 = gpu_of({"compute_capability": "9.0", "multiprocessors": 132})
 BIG = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16", "activation": "none", "n": 32768}
+load_specs([Path(sys.argv[1])])
 rotate, model = benches()["lrpe-rotate"], benches()["transformer"]
 STEP = {"size": "sm", "batch": 4, "context_length": 512, "position": "rotate", "dtype": "bfloat16"}
 def of(provider="warploom", mode="fwd", gpu=H200, **case):
@@ -102,7 +106,8 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def planned() -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True)
+    words = [sys.executable, "-c", PLAN, str(MODEL)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

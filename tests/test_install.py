@@ -42,7 +42,7 @@ COMMANDS = {
         "python examples/linear_and_softmax.py --lengths 32 --tokens 64 --picture b.svg --text text.py",
     ),
     "compare": (
-        "warploom bench transformer --mode train --provider warploom,sdpa,torch,llama --time-limit 1 --output a",
+        "warploom bench --spec benchmarks/transformer.py --suite trial --mode train --provider llama --output a",
     ),
     "transformers": ("python examples/trainer.py --steps 2 --width 32 --length 32",),
 }
@@ -74,8 +74,9 @@ def test_every_command_of_an_extra_runs(extra: str, wheel: Path, tmp_path: Path)
 
 
 def run_commands(extra: str, programs: Path, folder: Path) -> None:
-    """Run the commands of an extra beside a copy of the examples, away from the checkout."""
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    """Run the commands of an extra beside copies of the examples and of the benches of models."""
+    for name in ("benchmarks", "examples"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / "text.py").write_text("".join(f"def f{i % 11}(x):\n    return x + {i}\n" for i in range(12_000)))
     for command in COMMANDS[extra]:
         words = shlex.split(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 import toy
 
-from warploom.bench import limits, llama, measure, transformer
+from benchmarks import llama, transformer
+from warploom.bench import limits, measure
 from warploom.bench.attempt import Failure
 from warploom.bench.evaluate import Unit, evaluate, provider_call
 from warploom.bench.records import LIMIT, Record
-from warploom.bench.registry import benches
+from warploom.ops import benches
 from warploom.ops.spec import Traffic, Unsupported
+from warploom.testing.specs import load_specs
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
 
@@ -241,12 +244,17 @@ PEERS = {
 }  # fmt: skip
 
 
-def test_peers_of_every_bench_are_named(own_registry: None) -> None:
+@pytest.fixture
+def models(own_registry: None) -> None:
+    load_specs([Path(__file__).parents[1] / "benchmarks"])
+
+
+def test_peers_of_every_bench_are_named(models: None) -> None:
     assert set(PEERS) == set(benches())
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_no_peer_is_dropped_from_a_bench(name: str) -> None:
+def test_no_peer_is_dropped_from_a_bench(name: str, models: None) -> None:
     bench = benches()[name]
     assert PEERS[name] <= {name for name in bench.every_provider if not bench.runs_kernels(name)}
 
@@ -257,11 +265,13 @@ COMPILED = {
 
 
 @pytest.mark.parametrize(("name", "peer"), sorted(COMPILED))
-def test_compiled_peers_get_their_best_settings(name: str, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_peers_get_their_best_settings(
+    name: str, peer: str, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
     monkeypatch.setattr(transformer, "need_cuda", lambda what="": None)
-    monkeypatch.setattr("warploom.bench.steps.llama", lambda extra, **config: torch.nn.Identity())
+    monkeypatch.setattr("benchmarks._steps.llama", lambda extra, **config: torch.nn.Identity())
     bench = benches()[name]
     if name == "transformer":
         transformer.build(peer, bench.suites["trial"]("cpu")[0], CPU)

@@ -108,7 +108,7 @@ LEVELS = (
     "errors", "version", "runtime", "device", "ops", "nn", "distributed", "integrations", "testing", "bench",
     "report", "cli",
 )  # fmt: skip
-FRONT = {"bench/api.py", "bench/__init__.py", "__init__.py", "__main__.py"}  # what users import, on top of the rest
+FRONT = {"bench/__init__.py", "__init__.py", "__main__.py"}  # what users import, on top of the rest
 
 
 def level_of(module: str) -> int:

@@ -15,9 +15,15 @@ from warploom.bench.records import Record, append, save_environment
 from warploom.errors import ArgumentError
 from warploom.report import write_report
 from warploom.report.panels import arrange
+from warploom.testing.specs import load_specs
 
 ROOT = Path(__file__).parents[1]
 DEVICES = {"here": str(GPU["gpu"]), "there": "NVIDIA H100 80GB HBM3"}
+
+
+@pytest.fixture(autouse=True)
+def _models(own_registry: None) -> None:
+    load_specs([ROOT / "benchmarks"])
 
 
 def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:

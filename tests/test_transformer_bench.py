@@ -1,20 +1,23 @@
 """Steps of models as a bench, and `warploom profile`: on models small enough for a CPU."""
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from warploom.bench import parts, runner, transformer
+from benchmarks import _parts as parts
+from benchmarks import transformer
+from benchmarks.transformer import BENCH, config_of
+from warploom.bench import runner, traces
 from warploom.bench.records import LIMIT, Record, is_stale, load
 from warploom.bench.runner import Selection
-from warploom.bench.transformer import BENCH, config_of
 from warploom.cli import main
 from warploom.nn import TransformerConfig, TransformerLM, transformer_lm
+from warploom.ops import register
 from warploom.report import terminal
 from warploom.report.panels import arrange
 from warploom.report.rivals import summaries
@@ -25,12 +28,14 @@ SIZES = {
     "md": {"d_model": 48, "d_ff": 64, "layers": 1, "heads": 2},
 }
 CASE = {"size": "sm", "batch": 2, "position": "rotate", "dtype": "float32", "context_length": 16}
-TRIAL = "transformer --device cpu --suite trial --case size=sm"
+SPEC = shlex.quote(transformer.__file__)
+TRIAL = f"--spec {SPEC} --device cpu --suite trial --case size=sm"
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_measurements: None, own_registry: None) -> None:
     monkeypatch.chdir(tmp_path)
+    register(benches=[BENCH])
     for name, size in SIZES.items():
         monkeypatch.setitem(transformer_lm.SIZES, name, size)
     for name, value in {"WARM_UP": 1, "STEPS": 4, "STEPS_IN_A_ROW": 2}.items():
@@ -178,36 +183,79 @@ def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.
     assert len(results) == 1  # the loss, and no logits
 
 
-def test_a_profile_is_of_parts_or_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"profile {TRIAL} --mode train --provider warploom,sdpa,warploom+compile".split()) == 0
+def test_a_profile_is_a_timeline_and_its_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"profile {TRIAL} --mode train --provider warploom,sdpa,warploom+compile --output out"
+    assert main(shlex.split(words)) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    assert [line[:2] for line in lines if line[:1] in (["warploom"], ["sdpa"])][:4] == [
-        [name, phase] for name in ("warploom", "sdpa") for phase in ("forward", "backward")
-    ]
+    found = [tuple(line[:2]) for line in lines if line[:1] in (["forward"], ["backward"], ["optimizer"])]
+    for phase in ("forward", "backward"):
+        for part in ("attention", "mlp", "norm", "projections", "head", "other"):
+            assert found.count((phase, part)) >= 2, "of the two models whose modules run one by one"
+    assert [line[0] for line in lines if line[1:4] and line[-2:] == ["at", "most"]] == [
+        "warploom:", "sdpa:", "warploom+compile:"
+    ]  # fmt: skip
+    assert "aten::addmm" in out or "aten::mm" in out
     assert max(map(len, out.splitlines())) <= 80
-    assert main(f"profile {TRIAL} --mode train --provider warploom --kind chrome --output out".split()) == 0
+    assert out.split()[-3:] == [f"out/trace-{name}.json" for name in ("warploom", "sdpa", "warploom+compile")]
     events = json.loads(Path("out/trace-warploom.json").read_text())["traceEvents"]
     spans = [event["name"] for event in events if "dur" in event]
     assert {spans.count(name) for name in ("forward", "backward", "optimizer")} == {5}
     assert spans.count("mlp") == spans.count("attention") == 5 * 2  # one layer, a range in each direction
 
 
-def test_time_goes_to_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 7.0
-    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: now))
-    timeline = parts.Timeline(torch.device("cpu"))
-    timeline.begin()
-    for part, seconds in (("attention", 0.02), ("position", 0.04)):
-        timeline.enter(part)
-        now += seconds
-    timeline.leave("position")
-    now += 0.001
-    timeline.leave("attention")
-    now += 0.01
-    found = timeline.end()
-    assert list(found) == list(parts.PARTS)
-    assert found == pytest.approx({**dict.fromkeys(parts.PARTS, 0.0), "attention": 21, "position": 40, "other": 10})
+def event(kind: str, name: str, ts: float, dur: float, tid: int = 1, **arguments: object) -> dict[str, object]:
+    return {"cat": kind, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": arguments}
+
+
+def ranges(*, thread: int) -> list[dict[str, object]]:
+    """Two phases of a call; in the second one, parts on a thread, as autograd's on a GPU."""
+    return [
+        event("user_annotation", "p train", 0, 1000),
+        event("user_annotation", "forward", 0, 400),
+        event("user_annotation", "attention", 100, 200),
+        event("user_annotation", "position", 150, 50),
+        event("user_annotation", "backward", 500, 400),
+        event("user_annotation", "attention", 600, 100, thread),
+    ]
+
+
+def summed(events: list[dict[str, object]]) -> traces.Trace:
+    Path("trace.json").write_text(json.dumps({"traceEvents": events}))
+    return traces.read_trace("p", Path("trace.json"), "p train")
+
+
+def test_on_a_cpu_time_goes_to_the_innermost_part_and_operator() -> None:
+    operators = [event("cpu_op", "aten::linear", 110, 30), event("cpu_op", "aten::mm", 112, 20)]
+    memory = [
+        {"name": "[memory]", "args": {"Bytes": size, "Device Type": 0}} for size in (3 << 20, 2 << 20, -(3 << 20))
+    ]
+    found = summed([*ranges(thread=1), *operators, *memory])
+    ms = {("forward", "other"): 0.2, ("forward", "attention"): 0.15, ("forward", "position"): 0.05}
+    ms |= {("backward", "other"): 0.3, ("backward", "attention"): 0.1}
+    assert found.parts == pytest.approx(ms)
+    assert found.kernels == {"aten::mm": (1, pytest.approx(0.02)), "aten::linear": (1, pytest.approx(0.01))}
+    assert found.peak_mib == 5
+
+
+def test_on_a_gpu_a_kernels_time_goes_to_the_part_that_launched_it() -> None:
+    """Whenever it ran, and whichever thread and function of the driver launched it."""
+    launches = [
+        event("cuda_runtime", "cudaLaunchKernel", 160, 3, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 650, 3, 2, correlation=2),
+        event("cuda_runtime", "cudaMemsetAsync", 710, 3, 2, correlation=3),
+    ]
+    kernels = [
+        event("kernel", "a", 700, 10, 7, correlation=1),
+        event("kernel", "b", 2000, 30, 7, correlation=2),
+        event("gpu_memset", "Memset (Device)", 2100, 5, 7, correlation=3),
+    ]
+    memory = [{"name": "[memory]", "args": {"Bytes": 1 << 20, "Device Type": kind}} for kind in (0, 0, 1)]
+    found = summed([*ranges(thread=2), *launches, *kernels, *memory])
+    ms = {("forward", "position"): 0.01, ("backward", "attention"): 0.03, ("backward", "other"): 0.005}
+    assert found.parts == pytest.approx(ms)
+    assert list(found.kernels) == ["b", "a", "Memset (Device)"]
+    assert found.peak_mib == 1
 
 
 @pytest.mark.parametrize(("attention", "position", "products"), [("flash", "cosine", 2), ("tpa", "rotate", 7)])
@@ -216,11 +264,11 @@ def test_parts_cover_both_directions_of_a_model(attention: str, position: str, p
     model = TransformerLM(config)
     calls: list[tuple[str, str]] = []
     tokens = torch.randint(100, (1, 8))
-    with parts.hooked(model, lambda p: calls.append(("in", p)), lambda p: calls.append(("out", p))):
-        loss = model(tokens, tokens).loss
-        forward = list(calls)
-        calls.clear()
-        loss.backward()
+    parts.hook(model, lambda p: calls.append(("in", p)), lambda p: calls.append(("out", p)))
+    loss = model(tokens, tokens).loss
+    forward = list(calls)
+    calls.clear()
+    loss.backward()
     layers = SIZES["sm"]["layers"]
     once = {"embedding": 1, "norm": 2 * layers + 1, "projections": products * layers, "position": 2 * layers}
     once |= {"attention": layers, "mlp": layers, "head": 1}
@@ -234,8 +282,6 @@ def test_parts_cover_both_directions_of_a_model(attention: str, position: str, p
             else:
                 assert depth.pop() == part  # properly nested
         assert not depth
-    model(tokens, tokens)
-    assert not [call for call in calls if call == ("in", "embedding")]  # the hooks are gone
 
 
 @pytest.mark.gpu
@@ -245,6 +291,6 @@ def test_on_a_gpu_memory_is_counted_and_recorded() -> None:
     ours, graphs, _ = runner.run([bench], selection, torch.device("cuda"), Path("here")).records
     assert ours.peak_memory_mib > ours.details["held_memory_mib"] > ours.details["parameters"] * 4 / 2**20
     assert graphs.status == "ok"
-    words = "profile transformer --device cuda --suite trial --mode train --provider warploom --output out"
-    assert main([*words.split(), "--kind", "memory"]) == 0
+    words = f"profile --spec {SPEC} --device cuda --suite trial --mode train --provider warploom --output out"
+    assert main([*shlex.split(words), "--kind", "memory"]) == 0
     assert Path("out/memory-warploom.pickle").stat().st_size > 0

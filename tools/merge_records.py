@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_clean, is_stale, load, load_environments
-from warploom.bench.registry import benches
 from warploom.bench.storage import locked, replace_text
 from warploom.errors import WarploomError
+from warploom.ops import benches
 from warploom.ops.spec import KERNELS
+from warploom.testing.specs import load_specs
 
 Case = tuple[str, str, str, str]
 
@@ -111,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="a folder of records, which is changed")
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders that a bench wrote")
     options = parser.parse_args(arguments)
+    load_specs([Path(__file__).parents[1] / "benchmarks"])
     try:
         came, went, unclean = merge(options.results, options.runs)
     except WarploomError as error:

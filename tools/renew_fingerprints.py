@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -33,12 +34,17 @@ def key_of(record: dict[str, Any]) -> str:
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
-def plan(folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
+def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
     """Of each record's key its fingerprint and builds by name, with the code that is imported; and the builds."""
     from warploom.bench import fingerprint as module
-    from warploom.bench.registry import benches
+    from warploom.ops import benches
     from warploom.runtime import launch
+    from warploom.testing.specs import load_specs
 
+    if (checkout / "benchmarks").is_dir():
+        load_specs([checkout / "benchmarks"])
+    else:  # earlier code, which had all benches in the package
+        benches = importlib.import_module("warploom.bench.registry").benches
     builds: dict[str, Any] = {}
     launched: list[str] = []
     usual = launch.recording
@@ -86,9 +92,9 @@ Described = dict[str, tuple[str, list[str]]]
 """Of each record's key its fingerprint, and a name or the digest of the code of all that it launches."""
 
 
-def describe(folder: Path, jobs: int, same: set[str] | None) -> Described:
+def describe(checkout: Path, folder: Path, jobs: int, same: set[str] | None) -> Described:
     """Plan the records of a folder; compile what they launch, except ``same``, or nothing if that is None."""
-    planned, builds = plan(folder)
+    planned, builds = plan(checkout, folder)
     codes = {name: name for name in builds}
     if same is not None:
         _builds.update({name: build for name, build in builds.items() if name not in same})
@@ -147,7 +153,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.describe:
         same = json.loads(options.describe.read_text(encoding="utf-8"))
-        described = describe(options.folder, options.jobs, None if same is None else set(same))
+        described = describe(options.before, options.folder, options.jobs, None if same is None else set(same))
         options.describe.write_text(json.dumps(described), encoding="utf-8")
         return 0
     renewed, fresh, stale = renew(options.before, options.folder, options.jobs)

@@ -30,6 +30,7 @@ from warploom.report.palette import looks
 from warploom.report.panels import Panel, Section, arrange
 from warploom.report.rivals import Summary, against, summaries, summary
 from warploom.report.table import Table, number, shown
+from warploom.testing.specs import load_specs
 
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
 
@@ -646,6 +647,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: i
 
 def main(sources: Sequence[Path]) -> int:
     """Rewrite all; returns the exit status."""
+    load_specs([Path(__file__).parents[1] / "benchmarks"])
     records, devices = fresh(sources)
     for name in TEXTS:
         update(ROOT / name, records, devices)

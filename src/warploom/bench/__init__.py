@@ -5,10 +5,10 @@ suites, providers that are built for a case, bytes and operations; `run_bench` r
 ``warploom bench --spec FILE`` on a file that defines ``BENCHES``.
 """
 
-from warploom.bench.api import Results, run_bench, time_functions
 from warploom.bench.comparison import compare, read_side
 from warploom.bench.records import Record, load
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Outputs, Traffic, Unsupported, need_cuda
+from warploom.report.results import Results, run_bench, time_functions
 
 __all__ = [
     "Bench",

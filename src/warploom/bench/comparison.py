@@ -19,8 +19,8 @@ from typing import Any
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
-from warploom.bench.registry import benches
 from warploom.errors import ArgumentError
+from warploom.ops import benches
 
 
 @dataclass(frozen=True)

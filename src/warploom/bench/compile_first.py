@@ -29,7 +29,7 @@ import torch
 from warploom.bench.attempt import DeviceLostError, attempt
 from warploom.bench.evaluate import Unit, provider_call
 from warploom.bench.fingerprint import builds_of
-from warploom.bench.registry import benches
+from warploom.ops import benches
 from warploom.ops.spec import COMPILED_BRIEFLY, Case
 from warploom.testing.workers import workers
 

@@ -16,9 +16,9 @@ from typing import Any
 from warploom.bench.environment import split
 from warploom.bench.fingerprint import LIMIT as LIMIT
 from warploom.bench.fingerprint import differs, fingerprint
-from warploom.bench.registry import benches
 from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
 from warploom.errors import WarploomError
+from warploom.ops import benches
 from warploom.ops.spec import KERNELS
 
 RECORDS = "records.jsonl"

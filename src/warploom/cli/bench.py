@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   warploom bench lrpe-rotate --suite published    one bench, the published cases
   warploom bench lrpe-rotate --case n=4096 --case n=8192 --mode fwd
   warploom bench flash-attention --provider warploom,sdpa_cudnn --resume
-  warploom bench transformer --case size=sm --mode train --provider warploom
+  warploom bench --spec benchmarks/transformer.py a model's steps, in a checkout
   warploom list lrpe-rotate                       its suites and cases
 """
 
@@ -57,16 +57,11 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.bench.compile_first import compile_first
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import plan, run
-    from warploom.ops.spec import QUICK
     from warploom.report import terminal
 
     device = the_device(options.device)
     graphs = [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
     chosen, selection = select(options, graphs if options.cuda_graph else options.mode)
-    left_out: list[Bench] = []
-    if options.suite == QUICK and not (options.names or options.spec):
-        left_out = [bench for bench in chosen if bench.measure is not None]
-        chosen = [bench for bench in chosen if bench.measure is None]
     plan(chosen, selection, device.type)
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     _check_commit(output, device)
@@ -79,7 +74,7 @@ def _bench(options: argparse.Namespace) -> int:
     report = not options.no_report and importlib.util.find_spec("jinja2") is not None
     if not options.no_report and not report:
         print("warploom: no report: jinja2 is missing: pip install 'warploom[bench]'", file=sys.stderr)
-    more = "" if device.type == "cpu" or options.provider else _more(chosen, left_out, options.suite)
+    more = "" if device.type == "cpu" or options.provider else _more(chosen, options.suite)
     if device.type == "cpu" and options.provider is None:
         chosen = [_without_compilers(bench) for bench in chosen]
     prepare = functools.partial(compile_first, device=device, specs=options.spec)
@@ -109,12 +104,12 @@ def _bench(options: argparse.Namespace) -> int:
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
 
 
-def _more(chosen: Sequence[Bench], left_out: Sequence[Bench], suite: str) -> str:
-    """Where a suite leaves out providers or benches, how to measure them."""
+def _more(chosen: Sequence[Bench], suite: str) -> str:
+    """Returns how to measure the providers that a suite leaves out, if it does."""
     measured = {name for bench in chosen for name in bench.providers_of(suite)}
     others = {name for bench in chosen for name in bench.every_provider if not bench.runs_kernels(name)}
-    names = [*sorted(others - measured), *(bench.name for bench in left_out)]
-    return f"more with --suite published: {', '.join(names)}" if suite == "quick" and names else ""
+    names = ", ".join(sorted(others - measured))
+    return f"more with --suite published: {names}" if suite == "quick" and names else ""
 
 
 def _without_compilers(bench: Bench) -> Bench:

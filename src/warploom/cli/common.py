@@ -30,7 +30,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_spec(parser: argparse.ArgumentParser) -> None:
     """Add ``--spec``, a file that describes an operator of the user's own."""
-    what = "a Python file with OPERATORS and BENCHES of your own, which is run as a program; may be repeated"
+    what = "a Python file with OPERATORS and BENCHES, or a folder of such, which is run as a program; repeatable"
     parser.add_argument("--spec", type=Path, action="append", default=[], metavar="FILE", help=what)
 
 
@@ -54,8 +54,8 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
     """The benches that a command is about, and which part of them."""
-    from warploom.bench.registry import benches
     from warploom.bench.runner import Selection
+    from warploom.ops import benches
     from warploom.testing.specs import load_specs
 
     own = names_in(load_specs(options.spec), "benches")
@@ -132,6 +132,16 @@ def the_device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise DeviceError("--device cuda: PyTorch finds no usable GPU here")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def spell(value: Any) -> str:
+    """Returns a case's value as ``--case`` takes it: JSON, or a text as it is unless that is JSON too."""
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, separators=(",", ":"))
 
 
 def slug(device: torch.device) -> str:

@@ -23,8 +23,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from warploom.bench.registry import benches
-    from warploom.ops import operators
+    from warploom.ops import benches, operators
     from warploom.testing.specs import load_specs
 
     own = names_in(load_specs(options.spec), "benches")

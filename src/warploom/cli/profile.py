@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from warploom.cli.common import Commands, add_selection, select, slug, the_device, width
+from warploom.cli.common import Commands, add_selection, select, slug, spell, the_device, width
+from warploom.cli.quiet import quiet
 
-KINDS = ("parts", "chrome", "memory", "ncu", "once")
+if TYPE_CHECKING:
+    from warploom.bench.traces import Trace
+    from warploom.report.table import Table
+
+KINDS = ("chrome", "memory", "ncu", "once")
 EXAMPLES = """kinds:
-  parts    milliseconds of each part of a model, forward and backward
-  chrome   a timeline of some calls, for Perfetto
+  chrome   a timeline of some calls, for Perfetto, and what took the time in it
   memory   every allocation of one call on a GPU, for pytorch.org/memory_viz
   ncu      every counter of one call from Nsight Compute
   once     one call between the marks that a profiler around this process looks for
 
 examples:
-  warploom profile transformer --case size=sm --mode train --provider warploom,sdpa
+  warploom profile lrpe-rotate --mode fwd --case n=4096 --case activation=none
   warploom profile lrpe-rotate --mode fwd --case n=4096 --case activation=none --kind ncu
 """
+MOST_ROWS = 10
 
 
 def add_parser(commands: Commands) -> None:
@@ -31,41 +36,74 @@ def add_parser(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_selection(parser)
-    parser.add_argument("--kind", choices=KINDS, help="default: parts of a model, chrome of an operator")
+    parser.add_argument("--kind", choices=KINDS, default="chrome", help="default: chrome")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for files; default: runs/DEVICE-profile")
     parser.set_defaults(command=_profile)
 
 
 def _profile(options: argparse.Namespace) -> int:
     from warploom.bench import traces
-    from warploom.report.table import text
-    from warploom.report.tables import parts_table
+    from warploom.bench.storage import probe
+    from warploom.report.table import Table, text
 
     device = the_device(options.device)
     chosen, selection = select(options, options.mode)
     unit = traces.one_unit(chosen, selection, device)
-    output = options.output or Path("runs") / f"{slug(device)}-profile"
-    kind = options.kind or ("chrome" if unit.bench.measure is None else "parts")
-    own = ("warploom",) if kind == "parts" and unit.bench.measure is not None else tuple(unit.bench.every_provider)
-    providers = [name for name in unit.bench.every_provider if name in (options.provider or own)]
-    written = []
-    if kind == "parts":
-        rows = traces.parts(unit, providers, device)
-        print(text([parts_table(f"{unit}  parts in ms", rows)], width()))
-        return int(not rows)
-    if kind == "once":
+    every = list(unit.bench.every_provider)
+    providers = [name for name in every if name in (options.provider or every)]
+    if options.kind == "once":
         traces.call_once(unit, providers, device)
         return 0
-    if kind == "ncu":
+    output = options.output or Path("runs") / f"{slug(device)}-profile"
+    probe(output)
+    tables: list[Table] = []
+    if options.kind == "ncu":
         again = ["profile", unit.bench.name, *(f"--spec={spec}" for spec in options.spec)]
         again += ["--suite", unit.suite, "--mode", unit.mode, "--device", device.type]
         again += [f"--dtype={','.join(selection.dtypes)}"] if selection.dtypes else []
-        again += [f"--case={name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in unit.case.items()]
+        again += [f"--case={name}={spell(value)}" for name, value in unit.case.items()]
         written = traces.ncu(unit, providers, again, output)
-    elif kind == "memory":
-        written = traces.memory(unit, providers, device, output)
+    elif options.kind == "memory":
+        lines = traces.memory(unit, providers, device, output)
+        written = list(lines)
+        for path, found in lines.items():
+            rows = [[_cut(place), str(count), f"{mib:.1f}"] for place, count, mib in found[:MOST_ROWS]]
+            tables.append(Table.of(["line that allocates", "times", "MiB"], rows, title=path.stem))
     else:
-        written = traces.chrome(unit, providers, device, output)
+        with quiet(output / "profile.log"):
+            timelines = traces.chrome(unit, providers, device, output)
+        written = [trace.path for trace in timelines]
+        tables = [table for trace in timelines for table in _tables(trace, device.type)]
+    if tables:
+        print(text(tables, width()))
     for path in written:
         print(path)
     return int(not written)
+
+
+def _tables(trace: Trace, device_type: str) -> list[Table]:
+    """Returns the kernels of a timeline that took the time, and its parts if it has any."""
+    from warploom.report.table import Table
+
+    total = sum(ms for _, ms in trace.kernels.values())
+    entries = list(trace.kernels.items())
+    shown = entries[: MOST_ROWS if len(entries) > MOST_ROWS + 1 else None]
+    if rest := entries[len(shown) :]:
+        calls, ms = (sum(values) for values in zip(*(value for _, value in rest)))
+        shown.append((f"{len(rest)} others", (calls, ms)))
+    rows = [[_cut(name), f"{calls:.0f}", f"{ms:.4f}", f"{ms / (total or 1):.0%}"] for name, (calls, ms) in shown]
+    what = "kernel" if device_type == "cuda" else "operator of PyTorch"
+    title = f"{trace.provider}: {total:.4g} ms a call; allocates {trace.peak_mib:.1f} MiB at most"
+    tables = [Table.of([what, "times", "ms", "share"], rows, title=title)]
+    if trace.parts:
+        cells = [[phase, part, f"{ms:.3f}"] for (phase, part), ms in trace.parts.items()]
+        notes = ["marks around parts cost the host time: the total is not a step's"]
+        title = f"{trace.provider}: parts"
+        tables.append(Table.of(["phase", "part", "ms"], cells, title=title, notes=notes, words=2))
+    return tables
+
+
+def _cut(name: str) -> str:
+    """Returns a name without its middle where its line would not fit: kernels of libraries have long ones."""
+    most = width() - 30
+    return name if len(name) <= most else f"{name[: most - 16]}…{name[-15:]}"

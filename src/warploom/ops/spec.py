@@ -221,6 +221,8 @@ class Bench:
     """By how much the error budget of a peer is larger than ours, for one that is known to round more."""
     measure: Callable[..., list[Any]] | None = None
     """What measures a unit in the place of `warploom.bench.evaluate.evaluate`: steps of models."""
+    prepare: Callable[..., Callable[[], object]] | None = None
+    """With `measure`: returns the step to be profiled of a provider (its name, the unit, the device), warmed up."""
     launches: Callable[[Case, str], object] | None = None
     """Launches what a provider launches of ours in a case, where that is not to call it: see `fingerprint`."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from warploom.bench.comparison import Pair
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
-from warploom.bench.registry import benches
+from warploom.ops import benches
 from warploom.ops.spec import KERNELS, Bench
 from warploom.report.labels import MODES, sort_xs
 from warploom.report.palette import ordered
@@ -59,7 +59,7 @@ class Point:
         if self.badge == "disturbed":
             return self.record.disturbed or ""
         if self.state == "stale":
-            return "measured with other code than the present, or the bench is not known here; measure again"
+            return "measured with other code than the present, or the bench is not known here (--spec)"
         return self.record.reason or "no reason was recorded"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from warploom.bench.parts import PARTS
 from warploom.bench.records import LIMIT, Record, spell
 from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Point, Section, arrange
@@ -126,16 +125,6 @@ def failures(panel: Panel, mode: str) -> list[Failure]:
         Failure(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
         for (state, provider, reason), places in found.items()
     ]
-
-
-def parts_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
-    """Milliseconds of a model's parts, a row for each provider and phase."""
-    cells = [
-        [provider, phase, *(f"{parts[part]:.3f}" for part in PARTS), f"{sum(parts.values()):.3f}"]
-        for provider, phase, parts in rows
-    ]
-    note = "marks around modules cost time: the total is not the step's"
-    return Table.of(["provider", "phase", *PARTS, "total"], cells, title=title, notes=[note], words=2)
 
 
 def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Point], Cell]) -> Table:

@@ -37,9 +37,10 @@ def load_specs(paths: Iterable[Path]) -> list[Spec]:
     """Run files that describe operators, and make these known to bench, check, report and compare.
 
     Args:
-        paths: Python files with ``OPERATORS`` (a sequence of `Operator`), ``BENCHES`` (of `Bench`) or both. One
-            in a folder with an ``__init__.py`` is imported as part of that package, so that it may import its
-            neighbours relatively; any other finds its neighbours as a script does.
+        paths: Python files with ``OPERATORS`` (a sequence of `Operator`), ``BENCHES`` (of `Bench`) or both; a
+            folder stands for all of its files whose names begin with no underscore. A file in a folder with an
+            ``__init__.py`` is imported as part of that package, so that it may import its neighbours relatively;
+            any other finds its neighbours as a script does.
 
     Returns:
         What each describes.
@@ -47,7 +48,8 @@ def load_specs(paths: Iterable[Path]) -> list[Spec]:
     Raises:
         ArgumentError: No such file, it fails or describes nothing, or it takes a name that warploom has.
     """
-    return [_load(path) for path in paths]
+    files = (sorted(path.glob("[!_]*.py")) or [path] if path.is_dir() else [path] for path in paths)
+    return [_load(file) for several in files for file in several]
 
 
 def _load(path: Path) -> Spec:

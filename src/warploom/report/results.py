@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from warploom.bench.records import Record
-from warploom.bench.registry import benches
 from warploom.bench.runner import Outcome, Selection, run
 from warploom.errors import ArgumentError
-from warploom.ops import register
+from warploom.ops import benches, register
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
 from warploom.testing.accuracy import as_tuple
 

@@ -37,17 +37,18 @@ from warploom.bench.measure import (
     wall_us,
 )
 from warploom.bench.records import Record
-from warploom.bench.steps import model_bench
 from warploom.distributed import (
     context_parallel_attention,
     context_parallel_linear_attention,
-    peers,
     shard_sequence,
     unshard_sequence,
 )
 from warploom.ops.spec import KERNELS, Case, Inputs, Outputs, Traffic, Unsupported, normal
 from warploom.testing.accuracy import as_tuple, compare
 from warploom.testing.conformance import leaves, upcast
+
+from . import _context_parallel_peers as peers
+from ._steps import model_bench
 
 Tensor = torch.Tensor
 Function = Callable[..., Outputs]
@@ -270,9 +271,11 @@ def _on_ranks(
         task = {"case": case, "mode": mode, "providers": list(providers), "device": device.type}
         Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case["gpus"])]
-        command = [sys.executable, *launcher, "-m", "warploom.bench.context_parallel", folder]
+        command = [sys.executable, *launcher, "-m", "benchmarks.context_parallel", folder]
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
         except subprocess.TimeoutExpired:
             return {}, f"the ranks took more than {TIMEOUT} s"
         file = Path(folder, "results.json")
@@ -354,6 +357,7 @@ BENCH = model_bench(
     measure=measure,
     launches=launched,
 )
+BENCHES = (BENCH,)
 
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-from warploom.bench import limits, steps
+from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import Clock, interleaved, release_memory
 from warploom.bench.records import Record
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compiled_at_best
+
+from . import _steps as steps
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -230,3 +232,4 @@ BENCH = steps.model_bench(
     measure=measure,
     launches=launched,
 )
+BENCHES = (BENCH,)

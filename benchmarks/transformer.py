@@ -22,15 +22,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from warploom import lrpe_rotate
-from warploom.bench import steps
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import Clock, allocated_bytes, interleaved, peak_bytes, release_memory
-from warploom.bench.parts import Timeline
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compiled_at_best, need_cuda
+
+from . import _steps as steps
+from ._parts import mark_parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
@@ -44,7 +45,6 @@ ENDINGS = ("", "+compile", GRAPHS)
 """Of a provider's name: under `torch.compile`, without and with CUDA graphs."""
 WARM_UP, STEPS, STEPS_IN_A_ROW = 5, 40, 5
 """Steps before the measured ones, the measured ones, and how many of them before another model's."""
-PART_STEPS = 3
 MIB = 2**20
 
 
@@ -120,9 +120,6 @@ class Stepper:
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
-    timeline: Timeline | None = None
-    """Told where phases begin and end, in the pass that splits them."""
-    parts_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     held_bytes: int = 0
     """What was allocated between forward and backward of the last step."""
     memory_mib: dict[str, float] = field(default_factory=dict)
@@ -158,11 +155,7 @@ class Stepper:
         mark = torch.cuda.nvtx.range(name) if self.device.type == "cuda" else contextlib.nullcontext()
         started = time.perf_counter()
         with mark, torch.profiler.record_function(name):
-            if self.timeline is not None:
-                self.timeline.begin()
             yield
-            if self.timeline is not None:
-                self.parts_ms.setdefault(name, []).append(self.timeline.end())
             wait()
         self.samples_ms.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
 
@@ -207,6 +200,14 @@ def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
         stepper.memory_mib = {"peak": (peak - before) / MIB, "held": (stepper.held_bytes - before) / MIB}
     stepper.samples_ms.clear()
     return stepper
+
+
+def profiled(name: str, unit: Unit, device: torch.device) -> Callable[[], None]:
+    """Returns a model's step with marks around its parts, where its modules are ours and run one by one."""
+    stepper = prepare(name, unit, device)
+    if isinstance(stepper.model, TransformerLM) and "+" not in name:
+        mark_parts(stepper.model)
+    return stepper.step
 
 
 def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
@@ -273,5 +274,7 @@ BENCH = steps.model_bench(
     x="size",
     modes=("fwd", "fwd_bwd", "train"),
     measure=measure,
+    prepare=profiled,
     launches=launched,
 )
+BENCHES = (BENCH,)
