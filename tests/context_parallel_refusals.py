@@ -1,6 +1,8 @@
 """What ranks refuse, where one of them or all are wrong: run by tests/test_context_parallel.py."""
 
-import mmap
+import contextlib
+import datetime
+import random
 import time
 from unittest import mock
 
@@ -8,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_checks import attention_case, cu, draw, mesh_of
-from torch.distributed.device_mesh import init_device_mesh
+from seeds import seed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import warploom
 from warploom.distributed import (
     agreement,
-    board,
     context_parallel_attention,
     context_parallel_linear_attention,
     local_position_ids,
@@ -121,19 +123,115 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
     attention_case(world, causal=True)  # and the next call is right
 
 
-def check_ranks_that_share_no_memory(world):
-    """Their messages all go between hosts."""
-    opened = mock.Mock(side_effect=OSError) if dist.get_rank() == world - 1 else mmap.mmap
-    with mock.patch.dict(agreement._hosts, clear=True), mock.patch.object(board.mmap, "mmap", opened):
-        check_what_one_rank_gets_wrong_all_refuse(world)
-        attention_case(world, causal=True)
-        assert all(known[2] is None for known in agreement._hosts.values())
-    full = mock.patch.object(board.tempfile, "mkstemp", side_effect=OSError)
-    with mock.patch.dict(agreement._hosts, clear=True), full:
-        attention_case(world, causal=True)
-        assert all(known[2] is None for known in agreement._hosts.values())
-    attention_case(world, causal=True)
-    assert all(known[2] is not None for known in agreement._hosts.values())
+def short_mesh(world):
+    """A mesh whose messages fail after a moment."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+
+
+def check_a_known_kind_of_call_exchanges_nothing(world):
+    """But its tokens: the store is not asked, and messages are those of one call."""
+    mesh = mesh_of(world)
+    q, k, v = (x.requires_grad_() for x in draw(*[(1, 6, 2, 4)] * 3))
+    packed = cu(5, 6 * world - 5)
+    calls = (
+        lambda **more: context_parallel_attention(q, k, v, mesh, causal=True, **more),
+        lambda **more: context_parallel_attention(q, k, v, mesh, cu_seqlens=packed, **more),
+        lambda **more: context_parallel_linear_attention(q, k, v, mesh, cu_seqlens=packed, **more),
+        lambda **more: context_parallel_linear_attention(q, k, v, mesh, decay=-torch.ones(2), **more),
+        lambda **_more: unshard_sequence(q, mesh),
+    )
+    for number, call in enumerate(calls):
+        call().sum().backward()
+        known = agreement._agreements[mesh.get_group().group_name]
+        with mock.patch.object(known, "store", None), mock.patch.object(dist, "all_gather_object", None):
+            for _ in range(3):
+                call().sum().backward()
+            if number < 4:
+                with pytest.raises(AttributeError):  # of the store, which a new kind needs
+                    call(scale=0.25 + number)
+        known._number -= number < 4
+        dist.barrier()
+    detail = mock.patch.object(agreement._c10d, "get_debug_level", return_value=agreement._c10d.DebugLevel.DETAIL)
+    with detail, mock.patch.object(known, "write", side_effect=known.write) as written:
+        calls[0](), calls[0]()
+        assert written.call_count == 2
+
+
+def check_an_error_in_a_call_of_a_known_kind(world):
+    """The rank that makes it raises it at once, the others when their messages fail; and later they read it."""
+    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
+    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
+    context_parallel_attention(q, k, v, mesh)
+    began = time.monotonic()
+    if odd:
+        with pytest.raises(warploom.ArgumentError, match="layout must be one of"):
+            context_parallel_attention(q, k, v, mesh, layout="ring")
+        assert time.monotonic() - began < 2
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
+            context_parallel_attention(q, k, v, mesh)
+        with pytest.raises(warploom.ArgumentError, match=f"layout must be one of .* \\(on rank {world - 1}\\)"):
+            context_parallel_attention(q, k, v, mesh, scale=2.0)
+    assert time.monotonic() - began < 30
+    dist.barrier()
+
+
+def check_a_rank_that_goes_on_after_an_error_does_not_mix_calls_up(world):
+    """It waits for the others to have read its error, and says that they have not."""
+    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
+    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
+    context_parallel_attention(q, k, v, mesh)
+    known = agreement._agreements[mesh.get_group().group_name]
+    if odd:
+        with pytest.raises(warploom.ArgumentError, match="layout must be one of"):
+            context_parallel_attention(q, k, v, mesh, layout="ring")
+        with waiting(known, 0.5), pytest.raises(warploom.ArgumentError, match="no call of a new kind on ranks"):
+            context_parallel_attention(q, k, v, mesh)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
+            context_parallel_attention(q, k, v, mesh)
+    dist.barrier()
+
+
+@contextlib.contextmanager
+def waiting(known, seconds):
+    """Agreements that wait no longer than this for other ranks."""
+    before = known.store.timeout
+    known.store.set_timeout(datetime.timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        known.store.set_timeout(before)
+
+
+def check_a_kind_that_only_some_ranks_know(world):
+    """The others wait for as long as the store does, and then say for whom."""
+    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
+    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
+    context_parallel_attention(q, k, v, mesh)
+    known = agreement._agreements[mesh.get_group().group_name]
+    if odd:
+        others = ", ".join(map(str, range(world - 1)))
+        missing = rf"a call must be the same on every rank; got no call of a new kind on ranks \[{others}\] for 1 s"
+        with waiting(known, 1.0), pytest.raises(warploom.ArgumentError, match=missing):
+            context_parallel_attention(q, k, v, mesh, causal=True)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
+            context_parallel_attention(q, k, v, mesh)
+    dist.barrier()
+
+
+def check_wholes_that_only_some_ranks_can_tell_apart(world):
+    """Of 8 and 9 tokens the first of two ranks has 4: none takes one for the other, in whatever order they come."""
+    mesh = mesh_of(world)
+    order = random.Random(seed())
+    lengths = [*range(4 * world, 6 * world + 2)] * 2
+    order.shuffle(lengths)
+    for length in lengths:
+        attention_case(world, length=length, layout=order.choice(("zigzag", "contiguous")), causal=True)
+        x = torch.arange(length)
+        assert torch.equal(unshard_sequence(shard_sequence(x, mesh, dim=0), mesh, dim=0), x)
 
 
 def check_meshes_that_are_not_of_one_dimension(world):
@@ -157,7 +255,7 @@ ONE_DIMENSION = (warploom.ArgumentError, r'mesh must be of one dimension, such a
 
 
 def check_a_wrong_mesh_on_one_rank(world):
-    """The last rank knows no group: it is told where it is awaited, and only those that wait for it refuse."""
+    """The last rank knows no group: those that wait for it find its error, and only they refuse."""
     every, rank = mesh_of(world), dist.get_rank()
     grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
     q, k, v = draw(*[(1, 8, 2, 4)] * 3)
@@ -167,38 +265,23 @@ def check_a_wrong_mesh_on_one_rank(world):
         lambda mesh: unshard_sequence(q, mesh),
     )
     not_a_mesh = (warploom.DtypeError, "mesh must be a DeviceMesh")
-    with mock.patch.object(agreement, "SILENT_WAIT", 0.1):
-        for call in calls:
-            for right in (every, grid["cp"]):
-                for wrong, error in ((grid, ONE_DIMENSION), ("cpu", not_a_mesh)):
-                    if world - 1 in right.mesh:
-                        refused(*error, lambda: call(wrong if rank == world - 1 else right))  # noqa: B023
-                    else:
-                        call(right)
-                        dist.barrier()
-    assert dist.distributed_c10d._get_default_store().add(agreement._SEARCHING, 0) % world == 0
+    for call in calls:
+        for right in (every, grid["cp"]):
+            for wrong, error in ((grid, ONE_DIMENSION), ("cpu", not_a_mesh)):
+                if world - 1 in right.mesh:
+                    refused(*error, lambda: call(wrong if rank == world - 1 else right))  # noqa: B023
+                else:
+                    call(right)
+                    dist.barrier()
     attention_case(world, causal=True)  # and the next call is right
-
-
-def check_a_wrong_mesh_in_the_first_call_of_a_group_on_gpus(world):
-    """Where ranks wait for the group of their messages."""
-    mesh = mesh_of(world)
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    wrong = "cuda" if dist.get_rank() == 0 else mesh
-    with mock.patch.object(dist, "get_backend", return_value="nccl"):
-        refused(warploom.DtypeError, "must be a DeviceMesh", lambda: context_parallel_attention(q, k, v, wrong))
-        refused(warploom.DtypeError, "must be a DeviceMesh", lambda: context_parallel_attention(q, k, v, wrong))
-        context_parallel_attention(q, k, v, mesh)
 
 
 def check_a_rank_that_is_late_is_awaited(world):
     mesh = mesh_of(world)
-    with mock.patch.object(agreement, "SILENT_WAIT", 0.05):
-        if dist.get_rank() == 0:
-            time.sleep(0.3)
-        x = torch.arange(8)
-        assert torch.equal(unshard_sequence(shard_sequence(x, mesh, dim=0), mesh, dim=0), x)
-    assert not dist.distributed_c10d._get_default_store().check([agreement._waiting(mesh.get_group().group_name)])
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    x = torch.arange(8)
+    assert torch.equal(unshard_sequence(shard_sequence(x, mesh, dim=0), mesh, dim=0), x)
 
 
 def check_what_one_rank_compiles_wrong_all_refuse(world):
@@ -230,5 +313,4 @@ def check_what_one_rank_compiles_wrong_all_refuse(world):
                 return (found[0] if isinstance(found, tuple) else found) @ weight
 
             given = {"q": q, "k": k, "v": v, "mesh": mesh, **right}
-            with mock.patch.object(agreement, "SILENT_WAIT", 0.1):
-                refused(error, text, lambda: layer(given | wrong if odd else given))  # noqa: B023
+            refused(error, text, lambda: layer(given | wrong if odd else given))  # noqa: B023

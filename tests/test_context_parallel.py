@@ -1,13 +1,11 @@
 """Context parallelism on two and four processes, which run context_parallel_checks and …_refusals."""
 
+import functools
 import math
-import mmap
-import os
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import context_parallel_checks
 import context_parallel_refusals
@@ -15,13 +13,14 @@ import pytest
 import torch
 from distributed_ranks import run_checks
 from seeds import seed
+from torch.distributed import HashStore
 
 import warploom
-from warploom.distributed import exchange, ranks
-from warploom.distributed.board import Board
+from warploom.distributed import agreement, exchange, ranks
+from warploom.distributed.agreement import Agreements
+from warploom.distributed.balance import Piece, balance
 from warploom.distributed.exchange import Call, Step
 from warploom.distributed.layout import chunks_of
-from warploom.distributed.sharing import Piece, shares
 
 
 @pytest.mark.sample(2)
@@ -45,36 +44,62 @@ def test_a_tensor_on_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) ->
         ranks.check_device("attend", mesh, "q", other)  # type: ignore[arg-type]
 
 
-# What ranks of one host say
+# What ranks know
 
 
-def test_a_board_keeps_calls_apart() -> None:
-    memory = mmap.mmap(-1, 1024)
-    boards = [Board(memory, rank, [os.getpid()] * 2) for rank in range(2)]
+def agreements_of(world: int) -> list[Agreements]:
+    store = HashStore()
+    groups: list[Any] = [
+        SimpleNamespace(group_name="cp", rank=functools.partial(int, rank), size=functools.partial(int, world))
+        for rank in range(world)
+    ]
+    with mock.patch.object(agreement, "_store", return_value=store):
+        return [Agreements(group) for group in groups]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_ranks_know_the_same(world: int, layout: str) -> None:
+    draw = random.Random(f"{seed()} {world} {layout}")
+    ranks = agreements_of(world)
+    known = 0
+    for _ in range(500):
+        n = draw.choice((draw.randrange(200), 8 * world * draw.randrange(8)))
+        bounds = (0, n) if draw.random() < 0.7 else (0, n // 3, n)
+        lengths = tuple(chunks_of(bounds, world, layout).lengths)
+        for each in ranks:
+            each.remember_whole(lengths)
+        found = [each.known((bounds, length)) for each, length in zip(ranks, lengths)]
+        assert found == [found[0]] * world
+        assert found[0] in (None, (lengths, bounds))
+        known += found[0] is not None
+        for each, length in zip(ranks, lengths):
+            each.remember((bounds, length), agreement.Agreed(lengths, bounds))
+    assert known
+
+
+def test_kinds_are_forgotten_together() -> None:
+    first, second = agreements_of(2)
+    with mock.patch.object(agreement, "MOST_KINDS", 5):
+        for n in (10, 11, 12, 13, 14, 16, 18, 20, 22, 24, 26, 28):
+            lengths = (n // 2, n - n // 2)
+            for each in (first, second):
+                each.remember((n,), agreement.Agreed(lengths, (0, n)))
+            assert first.kinds == second.kinds
+            assert len(first.kinds) <= 5
+    assert (28,) in first.kinds
+
+
+def test_messages_that_all_have_read_are_deleted() -> None:
+    ranks = agreements_of(3)
     draw = random.Random(seed())
-    for call in range(70_000):  # more than numbers of calls
-        first, second = boards if draw.random() < 0.5 else boards[::-1]
-        first.write(b"a call", call)
-        assert not first.is_full(-1)
-        second.write(b"a call" if call % 3 else b"another", call + 1)
-        assert second.is_full(0.0)
-        numbers = [call, call + 1] if first is boards[0] else [call + 1, call]
-        if draw.random() < 0.5:  # one begins the next call before the other has read this one
-            assert second.read() == (call % 3 > 0, numbers)
-            second.write(b"the next", 0)
-            assert first.is_full(0.0)
-            assert first.read() == (call % 3 > 0, numbers)
-            assert not second.is_full(-1)
-            first.write(b"the next", 0)
-
-
-def test_a_rank_that_has_ended_is_not_awaited() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    board = Board(mmap.mmap(-1, 1024), 0, [os.getpid(), ended.pid])
-    board.write(b"a call", 1)
-    with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
-        board.is_full(0.0)
+    for call in range(50):
+        messages = [agreement.Message(call, length, "attend", "a call") for length in draw.sample(range(9), 3)]
+        for rank in draw.sample(range(3), 3):
+            ranks[rank].write(messages[rank])
+        for rank in draw.sample(range(3), 3):
+            assert ranks[rank].read(call, "attend") == messages
+        assert ranks[0].store.num_keys() <= 3 * 3
 
 
 # Who has what
@@ -94,7 +119,7 @@ def test_ranks_share_packed_sequences(sequences: int, world: int) -> None:
     draw = random.Random(f"{seed()} {sequences} {world}")
     for size in (3, 60, 600):
         lengths = [draw.choice((0, 1, draw.randrange(size), draw.randrange(size))) for _ in range(sequences)]
-        found = shares(lengths, world)
+        found = balance(lengths, world)
         every = [token for pieces in found for token in tokens_of(pieces)]
         assert sorted(every) == [(number, token) for number, n in enumerate(lengths) for token in range(n)]
         sizes = [sum(piece.tokens for piece in pieces) for pieces in found]
@@ -108,12 +133,12 @@ def test_work_is_shared_alike_and_few_sequences_are_cut(world: int) -> None:
     draw = random.Random(f"{seed()} {world}")
     for sequences in (1, 2, 5, 12, 30, 100):
         lengths = [draw.randrange(500, 20_000) for _ in range(sequences)]
-        found = shares(lengths, world)
+        found = balance(lengths, world)
         work = [sum(piece.work for piece in pieces) for pieces in found]
         assert max(work) * world <= 1.12 * sum(work)
         cut = [sum(piece.tokens < lengths[piece.sequence] for piece in pieces) for pieces in found]
         assert max(cut) <= max(3 * math.log2(world), 2) or sequences < world
-    alike = shares([4096] * 24, world)
+    alike = balance([4096] * 24, world)
     assert all(piece.tokens == 4096 for pieces in alike for piece in pieces)
 
 

@@ -8,9 +8,9 @@ need nothing of this: operators take a `torch.distributed.tensor.DTensor` as the
 """
 
 from warploom.distributed.attention import context_parallel_attention
-from warploom.distributed.layout import local_position_ids, shard_sequence, unshard_sequence
 from warploom.distributed.linear_attention import context_parallel_linear_attention
 from warploom.distributed.parallel import shard_context, shard_matrices
+from warploom.distributed.sequence import local_position_ids, shard_sequence, unshard_sequence
 
 __all__ = [
     "context_parallel_attention",

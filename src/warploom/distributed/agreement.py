@@ -1,153 +1,250 @@
-"""What ranks tell each other before they compute: that their calls fit, so that an error is everybody's.
+"""Agreement of the ranks on a call, once for each kind of call: what one rank refuses, all refuse.
 
-Messages go through a group of ranks between hosts, or over a board where ranks of one host all say the same. A rank
-whose call is wrong sends its error in the place of its call. Where what is wrong is the mesh, it knows no group: a
-rank that waits for others longer than a moment says so in the store of the process group, where such a rank looks
-for the group that it is awaited in.
+A kind of call is the function, everything that must be the same on every rank, and the length of this rank's part.
+In the first call of a kind every rank writes its call into the store of the process group, or the error that it
+refuses the call with, and reads what the others wrote. Later calls of that kind exchange nothing. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` ranks compare every call.
+
+A rank that refuses a call of a kind that the others know raises its error alone. They wait for its tokens, as in
+any collective that a rank does not enter, and find the error in the store in their next call of a new kind.
+
+Ranks must agree on what they know, and a part does not always tell how long the whole is: of 64 and of 65 tokens
+the first of two ranks has 32. Calls on wholes that only some ranks can tell apart are compared every time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import functools
-import struct
+import itertools
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom import errors
-from warploom.distributed.board import Board, make_board
-from warploom.distributed.ranks import all_gather, group_named, group_of
+from warploom.distributed.layout import chunks_of, close_bounds
+from warploom.distributed.ranks import Bounds, check_lengths, group_named, group_of, shown
 from warploom.errors import ArgumentError, WarploomError, fault
 
 Tensor = torch.Tensor
+Lengths = tuple[int, ...]
+"""Of the ranks' parts of a whole."""
 
-SILENT_WAIT = 1.0
-"""Seconds after which a rank says that it waits."""
-SEARCH = 30.0
-"""Seconds for which a rank that knows no group looks for one that it is awaited in."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at the store, after some that follow each other more quickly."""
+MOST_KINDS = 1024
+"""Kinds that are remembered for a group; then all ranks forget them together."""
 
-_MESSAGE = 1024  # bytes, of which the first eight are a length
-_hosts: dict[str, tuple[Any, Any, Board | None]] = {}  # by name: a group, the same ranks of gloo, their board
 _c10d: Any = dist.distributed_c10d
-_SEARCHING = "warploom/searching"  # in the store: how many ranks look for a group
+_agreements: dict[str, Agreements] = {}  # by name of the group
+_calls = itertools.count(1)
 
 
-def _store() -> Any:
-    """What all ranks can write into and read."""
-    return _c10d._get_default_store()
+class Agreed(NamedTuple):
+    """What the ranks know of a call that they have agreed on."""
+
+    lengths: Lengths
+    bounds: Bounds
+    """Of the whole."""
 
 
-def _waiting(name: str) -> str:
-    """In the store: that somebody waits in a group of this name."""
-    return f"warploom/waiting/{name}"
+class Message(NamedTuple):
+    """What a rank writes about a call."""
+
+    call: int
+    """The number of the call on that rank."""
+    length: int
+    """Of its part."""
+    name: str
+    """Of the function, or of the error that the rank refuses the call with."""
+    text: str
+
+    def encode(self) -> str:
+        """The message as the store has it."""
+        return json.dumps(self)
 
 
-@contextlib.contextmanager
-def _published_wait(group: Any) -> Iterator[Callable[[], None]]:
-    """While the store says that this rank waits in a group; it does so again at every call of the function."""
-    store, key = _store(), _waiting(group.group_name)
-
-    def publish() -> None:
-        store.set(key, "1")
-
-    publish()
-    try:
-        yield publish
-    finally:
-        store.delete_key(key)
-
-
-def _host_of(group: Any) -> tuple[Any, Board | None]:
-    """A group of the same ranks whose messages are between hosts, and their board if they are on one.
-
-    Waiting for such a message waits for no GPU.
-    """
-    known = _hosts.get(group.group_name)
-    if known is None or known[0] is not group:
-        with _published_wait(group):
-            host = group
-            if dist.get_backend(group) != "gloo":
-                ranks = dist.get_process_group_ranks(group)
-                host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            known = _hosts[group.group_name] = (group, host, make_board(host))
-    return known[1:]
-
-
-def _exchange(group: Any, length: int, message: bytes) -> tuple[list[int], list[bytes]]:
-    """The length of every rank's part, and what every rank has to say."""
-    host, board = _host_of(group)
-    if board is not None:
-        board.write(message, length)
-        _wait(group, functools.partial(board.is_full, SILENT_WAIT))
-        alike, lengths = board.read()
-        if alike:
-            return lengths, [message] * host.size()
-    mine = torch.frombuffer(
-        bytearray(struct.pack("<q", length) + message.ljust(_MESSAGE - 8, b"\0")), dtype=torch.uint8
-    )
-    everyone = mine.new_empty(host.size() * _MESSAGE)
-    _wait(group, functools.partial(_is_done, all_gather(everyone, mine, group=host, async_op=True)))
-    rows = [bytes(row) for row in everyone.view(-1, _MESSAGE).tolist()]
-    return [struct.unpack("<q", row[:8])[0] for row in rows], [row[8:].rstrip(b"\0") for row in rows]
-
-
-def _wait(group: Any, is_over: Callable[[], bool]) -> None:
-    """Wait for the ranks of a group, again and again until it is over; where it takes long, the store says so."""
-    if not is_over():
-        with _published_wait(group) as publish:
-            while not is_over():
-                publish()  # another rank may just have stopped waiting
-
-
-def _is_done(work: Any) -> bool:
-    """Wait for messages, and whether they came in a moment."""
-    try:
-        work.wait(datetime.timedelta(seconds=SILENT_WAIT))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises, if it has failed
-    return True
-
-
-@functools.lru_cache(256)
-def _encoded(kind: str, text: str) -> bytes:
-    """A call, or the name and the text of an error."""
-    return f"{kind}|{text}".encode()[: _MESSAGE - 8]
-
-
-def agree(group: Any, function: str, length: int, call: str) -> list[int]:
-    """Compare this rank's call with those of the others, which call this too.
+class Agreements:
+    """The kinds of call that the ranks of a group have agreed on. They are the same on every rank.
 
     Args:
         group: The ranks.
-        function: The public function, for errors.
-        length: Of this rank's part.
-        call: What must be the same on every rank, in words.
+    """
 
-    Returns:
-        The length of every rank's part.
+    def __init__(self, group: Any) -> None:
+        self.group, self.store = group, _store()
+        self.kinds: dict[tuple[Any, ...], Agreed] = {}
+        name = f"warploom/{group.group_name}"
+        # A store may outlive a group, and have another of the same name.
+        self._prefix = f"{name}/{self.store.add(f'{name}/{group.rank()}', 1)}"
+        self._number = self._deleted = 0  # of exchanges
+        self._refused = False
+        self._wholes: dict[tuple[int, int], Lengths] = {}  # by rank and length of its part
+        self._ambiguous: set[Lengths] = set()
+
+    def remember_whole(self, lengths: Lengths) -> None:
+        """Remember that there are parts of these lengths."""
+        for part in enumerate(lengths):
+            first = self._wholes.setdefault(part, lengths)
+            if first != lengths:
+                self._ambiguous |= {first, lengths}
+
+    def known(self, kind: tuple[Any, ...]) -> Agreed | None:
+        """Returns what was agreed on for a kind, if every rank knows that it was."""
+        agreed = self.kinds.get(kind)
+        return agreed if agreed and self._is_certain(agreed.lengths) else None
+
+    def remember(self, kind: tuple[Any, ...], agreed: Agreed) -> None:
+        """Remember a kind that all ranks have agreed on."""
+        self.remember_whole(agreed.lengths)
+        if self._is_certain(agreed.lengths):
+            if len(self.kinds) >= MOST_KINDS:
+                self.kinds.clear()
+            self.kinds[kind] = agreed
+
+    def _is_certain(self, lengths: Lengths) -> bool:
+        return lengths not in self._ambiguous and _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL
+
+    def write(self, message: Message, *, refusal: bool = False) -> None:
+        """Write this rank's message of the next exchange."""
+        self._refused = refusal
+        while True:
+            self._number += 1
+            text = message.encode()
+            if self.store.compare_set(self._key(self.group.rank()), "", text) == text.encode():
+                return
+            # Others wrote the error that this rank raised without knowing its group: see `_forward_errors`.
+
+    def read(self, call: int, function: str) -> list[Message]:
+        """Wait for the messages of all ranks, and return them.
+
+        Args:
+            call: The number of the call on this rank.
+            function: The public function.
+
+        Raises:
+            ArgumentError: A rank has written nothing for as long as the store waits.
+        """
+        keys = self._keys()
+        self._wait(lambda: self.store.check(keys), function, call)
+        found = [Message(*json.loads(text)) for text in self.store.multi_get(keys)]
+        for number in range(self._deleted + 1, self._number):  # all ranks have read those
+            self.store.delete_key(self._key(self.group.rank(), number))
+        self._deleted = self._number - 1
+        return found
+
+    def await_readers(self, function: str) -> None:
+        """If this rank refused the call before, wait until the others have come to it: they may be apart."""
+        if self._refused:
+            keys, later = self._keys(), [self._key(self.group.rank(), self._number + 1)]
+            self._wait(lambda: self.store.check(keys) or self.store.check(later), function)
+            self._refused = False
+
+    def _wait(self, is_over: Callable[[], bool], function: str, call: int = 0) -> None:
+        """Look at the store until something is there; if for a call, look for errors that are no group's too."""
+        seconds = self.store.timeout.total_seconds()
+        pause, end = 1e-4, time.monotonic() + seconds
+        while not is_over():
+            if time.monotonic() > end:
+                missing = [rank for rank, key in enumerate(self._keys()) if not self.store.check([key])]
+                got = f"no call of a new kind on ranks {missing} for {seconds:.0f} s"
+                raise fault(ArgumentError, function, "a call", "the same on every rank", got)
+            if call and pause == LONGEST_PAUSE:
+                self._forward_errors(call)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _forward_errors(self, call: int) -> None:
+        """Write the messages of ranks that refused this call without knowing the group that others wait in."""
+        for rank, key in enumerate(self._keys()):
+            error = _error_key(dist.get_global_rank(self.group, rank), call)
+            if self.store.check([error]):
+                self.store.compare_set(key, "", self.store.get(error).decode())
+
+    def _keys(self) -> list[str]:
+        return [self._key(rank) for rank in range(self.group.size())]
+
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"{self._prefix}/{self._number if number is None else number}/{rank}"
+
+
+def _store() -> Any:
+    """Returns the store that all ranks write into and read."""
+    return _c10d._get_default_store()
+
+
+def _error_key(rank: int, call: int) -> str:
+    """Returns where a rank writes an error for a group that it does not know."""
+    return f"warploom/refused/{rank}/{call}"
+
+
+def _agreements_of(group: Any) -> Agreements:
+    known = _agreements.get(group.group_name)
+    if known is None or known.group is not group:
+        known = _agreements[group.group_name] = Agreements(group)
+    return known
+
+
+def remember_whole(group: Any, lengths: list[int]) -> None:
+    """Remember the lengths of the parts of a whole that this rank cuts, as the others do, without a message.
+
+    Where all are equal each rank knows the whole by its part.
+    """
+    if len(set(lengths)) > 1:
+        _agreements_of(group).remember_whole(tuple(lengths))
+
+
+def agree(
+    function: str, group: Any, argument: str, length: int, call: dict[str, object], read: Bounds | None,
+    layout: str, *, tail: bool = False,
+) -> Agreed:  # fmt: skip
+    """Compare this rank's call with those of the others, which call this too, unless its kind is known.
+
+    Args:
+        function: The public function.
+        group: The ranks.
+        argument: The tensor whose parts have lengths, for errors.
+        length: Of this rank's part.
+        call: What else must be the same on every rank, by name.
+        read: The bounds of packed sequences, the same too.
+        layout: Of the parts, the same too.
+        tail: Whether bounds may end before the tokens do.
 
     Raises:
         WarploomError: Of the kind that a rank refused its own call with, on every rank.
-        ArgumentError: Calls differ.
+        ArgumentError: Calls differ, or bounds are not those of the whole.
+        ShapeError: Parts are not those of the layout.
     """
-    lengths, calls = _exchange(group, length, _encoded(function, call))
-    if len(set(calls)) > 1:
-        texts = [each.decode(errors="replace").partition("|") for each in calls]
-        for rank, (kind, _, text) in enumerate(texts):
-            if kind in errors.__all__:
-                raise getattr(errors, kind)(f"{text} (on rank {rank})")
-        mine, other = texts[group.rank()], next(text for text in texts if text != texts[group.rank()])
-        got = f"{other[0]}: {other[2]} on rank {texts.index(other)}"
-        raise fault(ArgumentError, function, "a call", f"the same on every rank, {mine[0]}: {mine[2]}", got)
-    return lengths
+    ranks, number = _agreements_of(group), next(_calls)
+    ranks.await_readers(function)
+    kind = (function, length, read, layout, *call.values())
+    agreed = ranks.known(kind)
+    if agreed is None:
+        words = {**call, "layout": layout, "cu_seqlens": shown(read)}
+        text = " ".join(f"{name}={value}" for name, value in words.items())
+        ranks.write(Message(number, length, function, text))
+        lengths = _compare(function, group.rank(), ranks.read(number, function))
+        bounds = close_bounds(function, read, sum(lengths), tail=tail)
+        check_lengths(function, argument, lengths, chunks_of(bounds, group.size(), layout).lengths, layout)
+        agreed = Agreed(tuple(lengths), bounds)
+        ranks.remember(kind, agreed)
+    return agreed
+
+
+def _compare(function: str, rank: int, messages: list[Message]) -> list[int]:
+    """Returns the lengths of all ranks' parts; raises what a rank refused its call with, or where calls differ."""
+    for other, message in enumerate(messages):
+        if message.name in errors.__all__:
+            raise getattr(errors, message.name)(f"{message.text} (on rank {other})")
+    calls = [f"{message.name}: {message.text}" for message in messages]
+    for other, call in enumerate(calls):
+        if call != calls[rank]:
+            expected, got = f"the same on every rank, {calls[rank]}", f"{call} on rank {other}"
+            raise fault(ArgumentError, function, "a call", expected, got)
+    return [message.length for message in messages]
 
 
 def refuse(function: str, mesh: object, error: WarploomError) -> NoReturn:
@@ -159,14 +256,14 @@ def refuse(function: str, mesh: object, error: WarploomError) -> NoReturn:
         error: What is wrong.
     """
     kind = type(error)
-    raise kind(_publish_error(_name_of(function, mesh), kind.__name__, function, error.args[0])) from None
+    raise kind(_write_error(_name_of(function, mesh), kind.__name__, function, error.args[0])) from None
 
 
 def refuse_compiled(
     function: str, mesh: object, error: WarploomError, tensors: Sequence[Any], check: Callable[..., Any],
     shapes: Callable[..., Sequence[Sequence[int]]],
 ) -> Any:  # fmt: skip
-    """What `refuse` does, when the compiled call runs.
+    """Refuse a call as `refuse` does, when the compiled call runs.
 
     Args:
         function: The public function.
@@ -190,18 +287,18 @@ def refuse_compiled(
 
 
 def sizes_of(q: object, k: object, v: object) -> tuple[int, ...]:
-    """``B, n, H, D, E`` of parts, as far as wrong ones tell."""
+    """Returns ``B, n, H, D, E`` of parts, as far as wrong ones tell."""
     given = [x for x in (q, k, v) if isinstance(x, Tensor) and x.dim() == 4]
     return (*given[0].shape, given[-1].shape[3]) if given else (0,) * 5
 
 
 def _of_known_size(x: Tensor) -> Tensor:
-    """A tensor like one whose sizes a compiler takes for variables, which a text cannot name."""
+    """Returns a tensor like one whose sizes a compiler takes for variables, which a text cannot name."""
     return x.new_empty([range(size).stop for size in x.shape])  # the compiler wants a range's end to be a number
 
 
 def _name_of(function: str, mesh: object) -> str:
-    """Of the group of a mesh; empty if it has none."""
+    """Returns the name of the group of a mesh; empty if it has none."""
     try:
         return str(group_of(function, mesh).group_name)
     except WarploomError:
@@ -210,8 +307,8 @@ def _name_of(function: str, mesh: object) -> str:
 
 @torch.library.custom_op("warploom::context_parallel_refusal", mutates_args=())
 def _refuse(result: Tensor, group: str, kind: str, function: str, text: str) -> Tensor:
-    """What a compiled call runs that this rank refuses."""
-    raise getattr(errors, kind)(_publish_error(group, kind, function, text))
+    """Raise, in a compiled call, the error that this rank refuses it with."""
+    raise getattr(errors, kind)(_write_error(group, kind, function, text))
 
 
 @_refuse.register_fake
@@ -219,34 +316,18 @@ def _(result: Tensor, group: str, kind: str, function: str, text: str) -> Tensor
     return torch.empty_like(result)
 
 
-def _publish_error(name: str, kind: str, function: str, text: str) -> str:
-    """Send an error to the ranks of a group, or to those that wait for this one where its name is empty.
+def _write_error(name: str, kind: str, function: str, text: str) -> str:
+    """Write an error for the ranks of a group, or for those that wait for this one where its name is empty.
 
     Returns:
         Its text, of the function that was called in the place of the one that it calls.
     """
     text = f"{function}:{text.partition(':')[2]}"
-    name = name or _waiting_group()
+    message = Message(next(_calls), 0, kind, text)
     if name:
-        _exchange(group_named(name), 0, _encoded(kind, text))
+        ranks = _agreements_of(group_named(name))
+        ranks.await_readers(function)
+        ranks.write(message, refusal=True)
+    elif dist.is_initialized():
+        _store().set(_error_key(dist.get_rank(), message.call), message.encode())
     return text
-
-
-def _waiting_group() -> str:
-    """The group that others wait for this rank in, by name; empty if nobody seems to."""
-    if not dist.is_initialized():
-        return ""
-    store, world = _store(), dist.get_world_size()
-    # Where all ranks are wrong nobody waits: they count themselves, so that they need not search for long.
-    all_searching = -(-store.add(_SEARCHING, 1) // world) * world
-    end = time.monotonic() + SEARCH
-    while time.monotonic() < end:
-        for name in _c10d._world.pg_names.values():
-            if store.check([_waiting(name)]):
-                store.add(_SEARCHING, -1)
-                return str(name)
-        if store.add(_SEARCHING, 0) >= all_searching:
-            return ""
-        time.sleep(0.01)
-    store.add(_SEARCHING, -1)
-    return ""

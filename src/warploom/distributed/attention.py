@@ -22,16 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from warploom.distributed import exchange
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
 from warploom.distributed.exchange import Arriving, Call, Plan, plan_of
-from warploom.distributed.layout import Layout, check_layout, chunks_of, rows_on, settled
+from warploom.distributed.layout import Layout, check_layout, rows_on
 from warploom.distributed.ranks import (
     Bounds,
     bounds_of,
     check_device,
-    check_lengths,
     check_packed,
     group_named,
     group_of,
-    shown,
 )
 from warploom.errors import ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention import reference
@@ -313,14 +311,10 @@ def _read(tensors: Tensors, options: Options) -> Any:
     q, k, v, sink, cu_seqlens = tensors
     group = group_named(options.group)
     read = None if cu_seqlens is None else bounds_of(cu_seqlens)
-    sizes = f"B={q.shape[0]} Hq={q.shape[2]} Hkv={k.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)}"
-    named = zip(Options._fields[:-1], options)
-    call = " ".join(
-        [sizes, *(f"{n}={x}" for n, x in named), f"sink={sink is not None}", f"cu_seqlens={shown(read)}"]
-    )
-    lengths = agree(group, NAME, q.shape[1], call)
-    bounds = settled(NAME, read, sum(lengths), tail=True)
-    check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), options.layout).lengths, options.layout)
+    (batch, tokens, heads, features), values = q.shape, v.shape[3]
+    call = {"B": batch, "Hq": heads, "Hkv": k.shape[2], "D": features, "E": values, "dtype": dtype_of(q)}
+    call |= {"sink": sink is not None, **dict(zip(Options._fields[:-2], options))}
+    lengths, bounds = agree(NAME, group, "q", tokens, call, read, options.layout, tail=True)
     if 0 in lengths:  # that rank sends nothing, and NCCL waits for all ranks in the first call of a group
         dist.all_reduce(q.new_zeros(1), group=group)
     return bounds if read is None else (*read, bounds[-1])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from warploom.distributed.layout import Chunks, as_bytes, chunks_of, expanded, places
-from warploom.distributed.ranks import Bounds, remembered
+from warploom.distributed.layout import Chunks, chunks_of, expanded, places
+from warploom.distributed.ranks import Bounds, as_bytes, remembered
 
 Tensor = torch.Tensor
 

@@ -16,18 +16,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed.agreement import agree, refuse, refuse_compiled, sizes_of
-from warploom.distributed.layout import as_bytes, chunks_of, settled
 from warploom.distributed.parts import LAYOUT, Part, Segment, part_of
 from warploom.distributed.ranks import (
     Bounds,
     all_gather,
+    as_bytes,
     bounds_of,
     check_device,
-    check_lengths,
     check_packed,
     group_named,
     group_of,
-    shown,
 )
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
@@ -303,14 +301,12 @@ def _read(tensors: Tensors, options: Options, offset: int) -> Bounds:
     q, _, v, *rest, cu_seqlens = tensors
     group = group_named(options.group)
     read = None if cu_seqlens is None else bounds_of(cu_seqlens)
-    names = ("theta", "decay", "initial_state", "offset")
-    given = [f"{n}={None if x is None else x.dim()}" for n, x in zip(names, rest)]
-    sizes = f"B={q.shape[0]} H={q.shape[2]} D={q.shape[3]} E={v.shape[3]} {dtype_of(q)} offset={offset}"
-    named = [f"{n}={x}" for n, x in zip(Options._fields[:-1], options)]
-    lengths = agree(group, NAME, q.shape[1], " ".join([sizes, *named, *given, f"cu_seqlens={shown(read)}"]))
-    bounds = settled(NAME, read, sum(lengths))
-    check_lengths(NAME, "q", lengths, chunks_of(bounds, group.size(), LAYOUT).lengths, LAYOUT)
-    return bounds
+    (batch, tokens, heads, features), values = q.shape, v.shape[3]
+    call = {"B": batch, "H": heads, "D": features, "E": values, "dtype": dtype_of(q), "offset": offset}
+    call |= dict(zip(Options._fields[:-1], options))
+    names = ("theta", "decay", "initial_state", "offsets")
+    call |= {f"{name} of dimensions": None if x is None else x.dim() for name, x in zip(names, rest)}
+    return agree(NAME, group, "q", tokens, call, read, LAYOUT).bounds
 
 
 class _Run(NamedTuple):

@@ -24,6 +24,12 @@ Bounds = tuple[int, ...]
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Tensors of all ranks one behind the other; the second is its name in versions of PyTorch before 2.13."""
 
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A dense tensor as bytes (·,), which every backend can send."""
+    return x.view(-1).view(torch.uint8)
+
+
 _groups: dict[str, Any] = {}
 _bounds: Any = WeakTensorKeyDictionary()
 

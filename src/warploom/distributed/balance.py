@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["Piece", "shares"]
+__all__ = ["Piece", "balance"]
 
 UNEVEN = 0.01
 """Of a group's work, by how much it may differ from its share before more pieces are cut."""
@@ -65,7 +65,7 @@ class Groups(NamedTuple):
     second: list[Piece]
 
 
-def shares(lengths: list[int], world: int) -> list[list[Piece]]:
+def balance(lengths: list[int], world: int) -> list[list[Piece]]:
     """The pieces of every rank, none of which has more than one token more than another, but where cuts are even.
 
     Args:
