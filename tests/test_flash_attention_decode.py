@@ -27,7 +27,7 @@ LONG = 700 if ON_GPU else 170
 @pytest.fixture
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short caches are cut into as many chunks as long ones."""
-    from warploom.ops.flash_attention.launches import decode
+    from warploom.ops.flash_attention.triton import launch_decode as decode
 
     with monkeypatch.context() as patch, no_plans():
         patch.setattr(decode, "DECODE_CHUNK", SHORT_CHUNK)
@@ -184,7 +184,7 @@ def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone a loop is cut into chunks, in small batches programs take several, in large ones all of them."""
-    from warploom.ops.flash_attention.launches import decode
+    from warploom.ops.flash_attention.triton import launch_decode as decode
 
     batch, m, key_heads = (128, 2048, 4) if ON_GPU else (16, 320, 1)
     heads, shape = 3 * key_heads, (batch, m, key_heads, 64)
@@ -223,9 +223,8 @@ def test_bits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("kind", ["dense", "lengths"])
 def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
     """On 132 multiprocessors: 16 chunks of 512 keys for each of 8 heads, of one to 32 batch entries."""
-    from warploom.ops.flash_attention.launches import decode
-    from warploom.ops.flash_attention.launches.tiling import Call
-    from warploom.ops.flash_attention.problem import Mask
+    from warploom.ops.flash_attention.problem import Call, Mask
+    from warploom.ops.flash_attention.triton import launch_decode as decode
 
     one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
     found = {}

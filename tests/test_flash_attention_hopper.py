@@ -25,15 +25,15 @@ Tensor = torch.Tensor
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
 
 
 def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask: Any) -> bool:
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     shape = launchers.Shape.of(q, k, v)
     return launchers_hopper.suit(name, shape, launchers.Mask(**mask), scale, q, k, v)
@@ -64,8 +64,8 @@ def test_the_calls_that_suit(hopper: None) -> None:
 )
 def test_rows_come_in_pieces_where_eights_of_features_are_whole(d: int, e: int, expected: bool) -> None:
     """One query on padded keys: its gradient may be copied whatever its features, since no row follows it."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     q, k, v = (torch.empty(1, n, 1, features) for n, features in ((1, d), (2100, d), (2100, e)))
     shape = launchers.Shape.of(q, k, v)
@@ -91,8 +91,8 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 @pytest.mark.parametrize("name", ["forward", "key", "query"])
 def test_long_loops_of_few_heads_are_split(name: str, hopper: None) -> None:
     def parts(batch: int, n: int, heads: int, **mask: Any) -> int:
-        from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-        from warploom.ops.flash_attention.launches import tiling as launchers
+        from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+        from warploom.ops.flash_attention.triton import launch as launchers
 
         x = torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta")
         return launchers_hopper.splits_of(name, launchers.Shape.of(x, x, x), launchers.Mask(**mask), x.device)
@@ -105,7 +105,7 @@ def test_long_loops_of_few_heads_are_split(name: str, hopper: None) -> None:
 
 
 def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     x = empty()
     assert_for_hopper_alone(launchers_hopper, lambda: suits("forward", x, x, x), monkeypatch)
@@ -130,7 +130,7 @@ def kernels_for(features: int, together: bool = False) -> list[str]:
 @pytest.fixture(params=[False, True], ids=["two kernels", "one kernel"])
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether one kernel forms all gradients, up to 128 features."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if request.param else 2**31)
     return bool(request.param)
@@ -183,7 +183,7 @@ def test_places_behind_the_last_key_have_no_weight(
     """They are zeros, and so are their logits. Where all others are far below, the exponential of the difference is
     more than the dtype holds, and infinity times zero is NaN.
     """
-    from warploom.ops.flash_attention.launches import packed
+    from warploom.ops.flash_attention.hopper import launch_varlen as packed
 
     monkeypatch.setattr(packed, "LEAST_MEAN", {name: {128: 0} for name in packed.LEAST_MEAN})
     inputs = random_inputs(device, 151, 151, heads=24, d=d, e=min(d, 128), dtype=dtype)
@@ -210,8 +210,8 @@ def test_places_behind_the_last_key_have_no_weight(
 def test_which_calls_form_all_gradients_together(
     n: int, m: int, mask: dict[str, int], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
     q, k = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta") for length in (n, m))
@@ -227,10 +227,9 @@ def test_a_chunk_has_the_results_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As long as it takes the same kernels: attention over several GPUs asks for those of the whole."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches.backward import backward
-    from warploom.ops.flash_attention.launches.forward import forward
-    from warploom.ops.flash_attention.launches.tiling import Mask
+    from warploom.ops.flash_attention.engine import backward, forward
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.problem import Mask
     from warploom.runtime.plans import Plans
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 1)
@@ -276,9 +275,9 @@ def test_few_tiles_whose_loops_are_split(
     n: int, m: int, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype, causal: bool, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import small as launchers_small
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: parts)
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
@@ -352,10 +351,10 @@ def _more_draws(device: torch.device, n: int, m: int, **options: Any) -> list[di
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels for Hopper take short loops and few rows as well, whatever plans there are."""
-    from warploom.ops.flash_attention.launches import decode as launchers_decode
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import small as launchers_small
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention.triton import launch_decode as launchers_decode
+    from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     monkeypatch.setattr(launchers_hopper, "FEW", 0)
     monkeypatch.setattr(launchers_decode, "suits", lambda call: False)
@@ -399,7 +398,7 @@ def test_options_where_loops_are_split(
     options: dict[str, Any], d: int, e: int, tiled: None, launched: list[str], device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
     monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
@@ -440,9 +439,9 @@ def test_the_last_section_of_heads_is_narrower(
     causal: bool, together: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import small as launchers_small
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     n, d = 700, 64
     monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -566,8 +565,8 @@ def test_gradients_of_float32_factors_in_terms(
     n: int, m: int, heads: int, key_heads: int, d: int, causal: bool, precision: str, parts: int,
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "LONG", {"3-term": any_length, "2-term": any_length})
@@ -584,8 +583,8 @@ def test_gradients_of_float32_factors_in_terms(
 
 
 def test_the_results_that_kernels_for_terms_write(hopper: None) -> None:
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     def suits_terms(x: Tensor) -> bool:
         shape = launchers.Shape.of(x, x, x)
@@ -615,7 +614,7 @@ PACKINGS = {
 @pytest.fixture
 def spread(tiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of short sequences be spread."""
-    from warploom.ops.flash_attention.launches import packed
+    from warploom.ops.flash_attention.hopper import launch_varlen as packed
 
     monkeypatch.setattr(packed, "LEAST_MEAN", {name: {128: 0} for name in packed.LEAST_MEAN})
 
@@ -763,8 +762,8 @@ def test_rows_of_neighbours_do_not_reach_a_forward(
 
 def test_few_rows_in_many_sequences_stay_with_the_other_kernels(hopper: None) -> None:
     """They would take more room than their tensors do, or more tiles."""
-    from warploom.ops.flash_attention.launches import packed
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.hopper import launch_varlen as packed
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     def suits(tokens: int, sequences: int, name: str = "backward", key_heads: int = 2) -> bool:
         q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (2, key_heads))

@@ -30,7 +30,7 @@ pytestmark = kernels
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """KV loops cut into as many splits as there are steps."""
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     with monkeypatch.context() as patch, no_plans():
         patch.setattr(launchers, "best_splits", lambda steps, *rest: max(steps))
@@ -130,8 +130,8 @@ def test_no_allocation_is_before_a_launch_that_does_not_wait() -> None:
 @pytest.fixture
 def long_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences take the loops and kernels of long ones."""
-    from warploom.ops.flash_attention.launches import small as launchers_small
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
@@ -148,8 +148,8 @@ def test_kernels_of_long_loops_on_small_problems(case: Any, device: torch.device
 
 
 def test_which_problems_are_small() -> None:
-    from warploom.ops.flash_attention.launches import small as launchers_small
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype)
@@ -192,7 +192,7 @@ def test_small_problems(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)  # more than some loops have steps
     forget_plans()  # none but those of this test
@@ -227,12 +227,12 @@ def test_float32_factors_in_terms_before_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long float32 tensors are split in terms once; here short ones are, on the kernels for every GPU."""
-    from warploom.ops.flash_attention.launches import backward as launchers_backward
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention import engine
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "LONG", {"3-term": any_length, "2-term": any_length})
-    monkeypatch.setattr(launchers_backward, "_tiled", lambda *arguments: None)
+    monkeypatch.setattr(engine, "_tiled", lambda *arguments: None)
     monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)
     forget_plans()  # none but those of this test
     with poisoned_allocations():
@@ -250,7 +250,7 @@ def test_the_last_section_of_heads_is_narrower(
     heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     n, d = 140, 16
     monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
@@ -300,7 +300,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 def test_no_length_batch_window_or_scale_is_a_constant(
     short: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.flash_attention.launches import tiling as launchers
+    from warploom.ops.flash_attention.triton import launch as launchers
 
     monkeypatch.setattr(launchers, "SHORT", short)  # short loops and long ones differ
     kinds: list[list[dict[str, Any]]] = [
@@ -324,7 +324,7 @@ def test_no_length_batch_window_or_scale_is_a_constant(
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_precision_of_float32_products(precision: str, launches: list[Any], device: torch.device) -> None:
-    from warploom.ops.flash_attention.launches.tiling import PRODUCTS
+    from warploom.ops.flash_attention.triton.launch import PRODUCTS
     from warploom.runtime.launch import architecture
 
     product = PRODUCTS[precision]

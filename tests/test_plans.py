@@ -33,8 +33,7 @@ from planned_calls import (
     with_gaps,
 )
 
-from warploom.ops.flash_attention.launches import backward as flash_backward
-from warploom.ops.flash_attention.launches import forward as flash_forward
+from warploom.ops.flash_attention import engine as flash_engine
 from warploom.ops.linear_attention.launches import backward as linear_backward
 from warploom.ops.linear_attention.launches import forward as linear_forward
 from warploom.ops.lrpe import launches as launchers
@@ -97,7 +96,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(thing, name, plan)
 
-    for forward, backward in ((flash_forward, flash_backward), (linear_forward, linear_backward)):
+    for forward, backward in ((flash_engine, flash_engine), (linear_forward, linear_backward)):
         watch(forward, "plan_forward")
         watch(backward, "plan_backward")
     for name in ("plan_forward", "plan_backward"):

@@ -14,9 +14,9 @@ from warploom.runtime.backend import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from warploom.ops.flash_attention.launches import hopper as launchers_hopper
-from warploom.ops.flash_attention.launches import small as launchers_small
-from warploom.ops.flash_attention.launches import tiling
+from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+from warploom.ops.flash_attention.triton import launch as tiling
+from warploom.ops.flash_attention.triton import launch_small as launchers_small
 from warploom.ops.rotary_attention import launches as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
@@ -129,7 +129,7 @@ def test_kernels_for_hopper_read_parts_of_larger_tensors(
 @pytest.mark.parametrize("tokens", [17, 300])  # up to 16 have a kernel of their own
 def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The strides of one head are never taken and say nothing of where the other heads lie."""
-    from warploom.ops.flash_attention.launches import hopper as launchers_hopper
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     choose_as_on(90, launchers_hopper, monkeypatch)
     monkeypatch.setattr(tiling, "architecture", lambda device: 90)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 
 def scalars(scale: float, softcap: float, base: float) -> tuple[float, ...]:
-    """What `device.hopper.softcap.capped` hands to its assembly besides logits."""
-    from warploom.device.hopper import softcap as caps
+    """What `softcap.capped` hands to its assembly besides logits."""
+    from warploom.ops.flash_attention.hopper import softcap as caps
 
     first, square = softcap * scale, scale * scale
     return first, caps.FIRST.value * first * square, caps.SECOND.value * first * square**2, scale, softcap, base
@@ -23,7 +23,7 @@ def scalars(scale: float, softcap: float, base: float) -> tuple[float, ...]:
 @pytest.mark.parametrize("pack", [32, 64])
 def test_capped_logits(pack: int, softcap: float, scale: float, size: float) -> None:
     """And two to the power of them."""
-    from warploom.device.hopper import softcap as caps
+    from warploom.ops.flash_attention.hopper import softcap as caps
 
     x = torch.randn(64, 128, generator=seeds.generator()) * size / scale
     x[5, 3], x[6, 2] = torch.inf, -1e30
@@ -45,7 +45,7 @@ def test_capped_logits(pack: int, softcap: float, scale: float, size: float) -> 
 @pytest.mark.parametrize("pack", [32, 64])
 def test_weights_of_capped_logits(pack: int, softcap: float, scale: float, size: float, dtype: torch.dtype) -> None:
     """And these times the derivative of the cap; nothing where a key is not seen."""
-    from warploom.device.hopper import softcap as caps
+    from warploom.ops.flash_attention.hopper import softcap as caps
 
     generator = seeds.generator()
     x = torch.randn(64, 128, generator=generator) * size / scale

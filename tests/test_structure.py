@@ -28,12 +28,18 @@ ALLOWED = {
     "reference": set(),
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
+    "triton": {"triton", "warploom.device"},
+    "hopper": {"hopper", "warploom.device"},
+    "config": set(),
     "configs": {"call", "problem", "warploom.runtime"},
     "call": {"call", "warploom.runtime"},
+    "launch": {"launch", "triton", "hopper", "config", "problem", "warploom.device", "warploom.runtime"},
+    "engine": {"engine", "launch", "triton", "problem", "warploom.device", "warploom.runtime"},
     "problem": {"kernels", "problem", "warploom.device", "warploom.runtime"},
     "chunks": set(),
     "launches": {
         "launches",
+        "engine",
         "kernels",
         "configs",
         "call",
@@ -43,7 +49,7 @@ ALLOWED = {
         "warploom.runtime",
     },
     "validation": {"call", "problem", "reference", "warploom.errors", "warploom.runtime"},
-    "operator": {"launches", "call", "problem", "validation", "warploom.runtime"},
+    "operator": {"launches", "engine", "call", "problem", "validation", "warploom.runtime"},
     "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
     "api": {"fallback", "call", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
@@ -75,8 +81,11 @@ def operator_modules() -> list[Path]:
 
 
 def part_of(module: str) -> str:
-    """Which part of an operator a module is, from its name below ``warploom.ops``."""
-    return next((name for name in module.split(".") if name in ALLOWED), "")
+    """The part of an operator that a module is, from its name below ``warploom.ops``."""
+    names = module.split(".")
+    part = next((name for name in names if name in ALLOWED), "")
+    kind = names[-1].partition("_")[0]
+    return kind if part in ("triton", "hopper") and kind in ("launch", "config") else part
 
 
 def source_files() -> list[Path]:
@@ -151,6 +160,18 @@ def test_device_functions_know_no_operator(path: Path) -> None:
     assert all(
         not name.startswith("warploom") or name.startswith("warploom.device") for name in imported_modules(path)
     )
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "device").rglob("[!_]*.py")), ids=relative)
+def test_device_functions_serve_several_operators(path: Path) -> None:
+    """What one operator needs alone lies in its folder."""
+    module = ".".join(("warploom", *path.relative_to(PACKAGE).with_suffix("").parts))
+    users = {
+        user.relative_to(PACKAGE / "ops").parts[0]
+        for user in operator_modules()
+        if module in imported_modules(user)
+    }
+    assert len(users) > 1, users
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "runtime").glob("*.py")), ids=relative)

@@ -31,8 +31,8 @@ import sanitize  # noqa: E402
 # Sanitizers: reports, and what explains them
 # ----------------------------------------------------------------------------------------------------------
 
-KERNEL = sanitize.Kernel("warploom.ops.flash_attention.kernels.backward", "prepare_kernel", False, ("hopper",))
-OTHER = sanitize.Kernel("warploom.ops.flash_attention.kernels.hopper.forward", "hopper_forward_kernel", True)
+KERNEL = sanitize.Kernel("warploom.ops.flash_attention.triton.backward", "prepare_kernel", False, ("hopper",))
+OTHER = sanitize.Kernel("warploom.ops.flash_attention.hopper.forward", "hopper_forward_kernel", True)
 
 
 def line_of(file: str, text: str) -> int:
@@ -40,7 +40,7 @@ def line_of(file: str, text: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
-LOAD = line_of("ops/flash_attention/kernels/backward.py", "tl.load(out_ptrs")
+LOAD = line_of("ops/flash_attention/triton/backward.py", "tl.load(out_ptrs")
 FULL, EMPTY = (line_of("device/hopper/pipeline.py", f"def wait_{state}(") for state in ("full", "empty"))
 INITCHECK = f"""========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 16 bytes
@@ -76,7 +76,7 @@ def test_reports_of_one_kind_and_place_are_one_finding() -> None:
     assert (load.kernel, load.count, load.call) == ("prepare_kernel", 2, "hopper")
     assert load.kind == "Uninitialized __global__ memory read of size 16 bytes"
     assert load.places == (
-        sanitize.Place("src/warploom/ops/flash_attention/kernels/backward.py", LOAD, load.places[0].text),
+        sanitize.Place("src/warploom/ops/flash_attention/triton/backward.py", LOAD, load.places[0].text),
     )
     assert "tl.load(out_ptrs" in load.places[0].text
     assert (copy.kernel, copy.count, copy.places) == ("", 1, ())
@@ -119,7 +119,7 @@ def test_every_place_of_a_report_must_be_explained() -> None:
 def test_what_an_explanation_names_is_there() -> None:
     for known in sanitize.read_known():
         package = ROOT / "src" / "warploom"
-        files = [*package.glob(f"ops/{known.group}/**/kernels/**/*.py"), *package.glob("device/**/*.py")]
+        files = [*package.glob(f"ops/{known.group}/**/*.py"), *package.glob("device/**/*.py")]
         sources = "".join(file.read_text() for file in files)
         kernels = re.findall(r"def (\w+_kernel)\(", sources)
         assert not known.kernel or fnmatch.filter(kernels, known.kernel)

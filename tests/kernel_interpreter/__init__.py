@@ -44,7 +44,7 @@ TRITONS = Launch._interpret
 PROGRAMS = 3
 """Multiprocessors of a GPU: few, so that a program of a persistent kernel has several tiles."""
 _HOPPERS = (
-    "flash_attention.launches.hopper",
+    "flash_attention.hopper.launch",
     "linear_attention.launches.hopper",
     "tpa.decode.launches.hopper",
 )

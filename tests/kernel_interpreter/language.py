@@ -20,7 +20,9 @@ from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.products import in_float32
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
-from warploom.device.hopper import ordered, softcap, tma
+from warploom.device.hopper import tma
+from warploom.ops.flash_attention.hopper import softcap
+from warploom.ops.flash_attention.hopper.ordered_sums import wait_until_added
 
 
 class Product(Tensor):
@@ -300,7 +302,7 @@ _FUNCTIONS: list[tuple[Any, Any]] = [
     (hopper.warpgroup_mma, product),
     (hopper.warpgroup_mma_wait, product_wait),
     (hopper.fence_async_shared, _nothing),
-    (ordered.wait_until_added, memory.wait_until_added),
+    (wait_until_added, memory.wait_until_added),
     (ampere.mma_v2, dot),
     (cuda.gdc_wait, _nothing),
     (cuda.gdc_launch_dependents, _nothing),

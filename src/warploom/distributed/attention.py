@@ -235,12 +235,12 @@ def _on_kernels(
 
 def _is_together(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: Options) -> bool:
     """Whether one GPU forms all gradients of the whole in one kernel: dq has its bits if chunks do the same."""
-    from warploom.ops.flash_attention.launches import hopper, packed
+    from warploom.ops.flash_attention.hopper import launch, launch_varlen
 
     rows, sequences = bounds[-1], len(bounds) - 1
-    rows = packed.spread_rows(rows, sequences) if sequences > 1 else rows
+    rows = launch_varlen.spread_rows(rows, sequences) if sequences > 1 else rows
     shape = Shape.of(q, k, v)._replace(tokens=rows, keys=rows)
-    return hopper.is_together_faster(shape, Mask(options.left, options.right), q.device)
+    return launch.is_together_faster(shape, Mask(options.left, options.right), q.device)
 
 
 class _Results(NamedTuple):
@@ -260,7 +260,7 @@ def _gradients(
 ) -> Any:  # fmt: skip
     """The gradient of the sink in a call; those of q, k and v go to ``places``."""
     if options.kernels:
-        from warploom.ops.flash_attention.launches.backward import backward
+        from warploom.ops.flash_attention.engine import backward
 
         mask, logits, plans = _on_kernels(q, k, v, sink, call, options)
         statistics: Any = results.statistics
@@ -359,7 +359,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
         rows = call.queries
         chunk = q[:, rows], keys, values
         if options.kernels:
-            from warploom.ops.flash_attention.launches.forward import forward
+            from warploom.ops.flash_attention.engine import forward
 
             mask, logits, known = _on_kernels(*chunk, sink, call, options)
             scale, precision = options.scale, options.precision

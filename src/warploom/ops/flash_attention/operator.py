@@ -15,10 +15,9 @@ from warploom.runtime.modes import count_attention_pairs
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.flash_attention.launches import backward, forward
+    from warploom.ops.flash_attention import engine
 else:
-    forward = LazyModule(".launches.forward", __package__)
-    backward = LazyModule(".launches.backward", __package__)
+    engine = LazyModule(".engine", __package__)
 
 Tensor = torch.Tensor
 
@@ -27,7 +26,7 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
     """Attention, lse, and what the backward computes the weights again from."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
-    return forward.forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
+    return engine.forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
 
 
 def _mask_and_logits(
@@ -74,7 +73,7 @@ def _backward(
     grad = torch.zeros_like(out) if grad is None else grad
     mask, logits = _mask_and_logits(options, sink, *bounds)
     rest = (mask, options.scale, options.precision, plans)
-    return backward.backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
+    return engine.backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

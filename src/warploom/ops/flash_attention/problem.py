@@ -1,4 +1,4 @@
-"""What a call of flash attention is, how long the loops of its tiles are, and how many splits these have."""
+"""Calls of flash attention, how long the loops of their tiles are, and how many splits these have."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from warploom.runtime.layout import tile_width
+
 Tensor = torch.Tensor
 
 HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
 L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
-
-TILE_STRIDE_LIMIT = 2**22
-"""Strides of rows and features below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
-
 LOG2_E = 1.4426950408889634
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -28,7 +26,7 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None  # (B,), of adjacent numbers, as is the next
     block_table: Tensor | None = None  # (B, P)
-    units_q: Tensor | None = None  # of packed sequences, as is the next: see `kernels.packed`
+    units_q: Tensor | None = None  # of packed sequences, as is the next: see `hopper.varlen`
     units_k: Tensor | None = None
     shifts: Tensor | None = None  # of units of queries, where rows are not spread
     sequences: int = 1  # how many they are
@@ -46,11 +44,6 @@ class Logits(NamedTuple):
 
 
 PLAIN = Logits()
-
-
-def tile_width(features: int) -> int:
-    """Features of a tile: a power of two that matrix instructions take."""
-    return max(1 << (features - 1).bit_length(), 16)
 
 
 class Shape(NamedTuple):
@@ -179,3 +172,25 @@ def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _EVEN_ENOUGH = 4  # so many tiles for every multiprocessor are even enough, and are not split
 _MOST_ELEMENTS = 2**31  # of all parts together: their sizes and strides travel in 32 bits
+
+
+class Call(NamedTuple):
+    """A call of flash attention, apart from its tensors."""
+
+    shape: Shape
+    mask: Mask
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:
+        """The call on these tensors."""
+        shape = Shape.of(q, k, v)._replace(keys=mask.keys_of(k))
+        return cls(shape, mask, scale, q.dtype, q.device, softcap)
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits have no cap, and the rest `problem.is_plain`."""
+        return self.softcap is None and is_plain(self.shape, self.mask, self.scale)

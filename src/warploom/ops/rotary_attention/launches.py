@@ -6,9 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches import backward as attention_backward
-from warploom.ops.flash_attention.launches import forward as attention_forward
-from warploom.ops.flash_attention.launches.tiling import COUNTERS
+from warploom.ops.flash_attention import engine as attention
 from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.lrpe import launches as lrpe
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
@@ -41,7 +39,7 @@ def forward(inputs: RotaryInputs, options: RotaryOptions, known: Plans) -> Rotar
     qk, v = split_values(inputs.qkv, options.heads)
     turned = lrpe.forward(LrpeInputs(qk, inputs.theta), 0, LrpeOptions(kind=options.kind), of_positions)
     q, k = split_keys(turned, options.heads)
-    out, _, statistics = attention_forward.forward(q, k, v, _CAUSAL, options.scale, None, of_attention)
+    out, _, statistics = attention.forward(q, k, v, _CAUSAL, options.scale, None, of_attention)
     return RotaryResults(out, turned, statistics)
 
 
@@ -62,7 +60,7 @@ def backward(
     dqk, dv = split_values(dqkv, heads)
     qk, v = split_values(qkv, heads)
     (q, k), (dq, dk) = split_keys(turned, heads), split_keys(dqk, heads)
-    attention_backward.backward(
+    attention.backward(
         grad, None, q, k, v, out, statistics, _CAUSAL, options.scale, None, of_attention, (dq, dk, dv)
     )
     encoded = LrpeInputs(qk, theta)
@@ -111,7 +109,7 @@ class _ForwardPlan(NamedTuple):
         qkv, theta = inputs
         turned, out = self.turned.empty(qkv), self.out.empty(qkv)
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
-        counters = COUNTERS.empty(qkv)
+        counters = attention.COUNTERS.empty(qkv)
         self.turn(*LrpeInputs(qkv, theta), turned, 0, counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
         self.attend(turned, k, v, out, lse, statistics, counters, *_NOTHING)
@@ -128,7 +126,7 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
     q, k = split_keys(turned, heads)
     encoding = LrpeOptions(kind=options.kind)
     turn = lrpe.plan_forward(LrpeInputs(qk, theta), encoding, rotate_kernel, ("counters",))
-    attend = attention_forward.plan_forward(q, k, v, _CAUSAL, options.scale, "highest", True)
+    attend = attention.plan_forward(q, k, v, _CAUSAL, options.scale, "highest", True)
     parts = Part.of(k, turned), Part.of(v, qkv)
     if attend.launch is None or not attend.launch.descriptions or attend.combine is not None:
         return False
@@ -143,7 +141,7 @@ class _BackwardPlan(NamedTuple):
     """What a backward does the same way, where attention is a launch each for keys and queries, or one for all."""
 
     gradient: Dense  # of qkv
-    attend: attention_backward.Plan
+    attend: attention.BackwardPlan
     turn: Launch
     k: Part  # of the turned
     v: Part  # of qkv
@@ -154,9 +152,7 @@ class _BackwardPlan(NamedTuple):
         (qkv, theta), (out, turned, statistics) = inputs, results
         dqkv = self.gradient.empty(qkv)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        attention_backward.launch_backward(
-            self.attend, grad, None, turned, k, v, out, statistics, _CAUSAL, (dqkv, dk, dv)
-        )
+        attention.launch_backward(self.attend, grad, None, turned, k, v, out, statistics, _CAUSAL, (dqkv, dk, dv))
         self.turn(*LrpeInputs(qkv, theta), dqkv, dqkv, None, 0)
         return dqkv
 
@@ -172,7 +168,7 @@ def plan_backward(
     dqkv = empty_in_order_of(qkv, qkv.shape[-1])
     dqk, dv = split_values(dqkv, heads)
     dq, dk = split_keys(dqk, heads)
-    attend = attention_backward.plan_backward(
+    attend = attention.plan_backward(
         grad, None, q, k, v, results.out, _CAUSAL, options.scale, "highest", True, (dq, dk, dv)
     )
     if attend.prepare is None or not attend.kernels:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.runtime.dispatch import Tensors
+from warploom.runtime.layout import TILE_STRIDE_LIMIT
 from warploom.runtime.modes import count_attention_pairs
 
 Tensor = torch.Tensor

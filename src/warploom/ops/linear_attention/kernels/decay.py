@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.product import dot
-from warploom.ops.flash_attention.kernels.forward import Strides
+from warploom.device.rows import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
     StateStrides,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.ops.flash_attention.kernels.forward import Strides
+from warploom.device.rows import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Scales,
     Sizes,

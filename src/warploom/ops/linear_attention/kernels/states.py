@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import exponential_float32
-from warploom.ops.flash_attention.kernels.forward import Strides
+from warploom.device.rows import Strides
 from warploom.ops.linear_attention.kernels.tiles import (
     Sizes,
     StateStrides,

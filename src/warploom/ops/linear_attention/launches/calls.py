@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches.tiling import Layout, layout_for
+from warploom.device.rows import Strides
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
     WIDE_PIECE,
@@ -20,6 +20,7 @@ from warploom.ops.linear_attention.problem import Inputs, Options
 from warploom.ops.lrpe.kernels.angles import RowSpec
 from warploom.runtime.build import ALIGNMENT
 from warploom.runtime.launch import Dense, architecture, multiprocessors
+from warploom.runtime.layout import Layout, layout_for
 
 Tensor = torch.Tensor
 State = Tensor | Dense | None
@@ -183,7 +184,7 @@ def layout_of_rows(*tensors: Tensor) -> Layout:
     The compiler picks layouts by it, and with them the order in which features are added up. So it knows nothing
     where entries lie at other distances than multiples of 16 bytes, also where there is one entry.
     """
-    layout = layout_for(*tensors)
+    layout = layout_for(Strides, *tensors)
     vec = math.gcd(layout.vec, *(x.stride(0) for x in tensors))
     if any(x.stride(0) * x.element_size() % ALIGNMENT for x in tensors):
         vec = 1

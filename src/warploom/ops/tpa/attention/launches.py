@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.launches import backward as attention_backward
-from warploom.ops.flash_attention.launches import forward as attention_forward
-from warploom.ops.flash_attention.problem import tile_width
+from warploom.ops.flash_attention import engine as attention
 from warploom.ops.tpa.attention.kernels import (
     Packing,
     Scales,
@@ -25,6 +23,7 @@ from warploom.ops.tpa.attention.problem import Call
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
 from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.layout import tile_width
 from warploom.runtime.memory_order import layout_of, reorder_like
 from warploom.runtime.plans import Plans
 
@@ -78,9 +77,7 @@ def forward(factors: Operands, call: Call, plans: Plans) -> tuple[Tensor, Tensor
     """
     q, k, v = plans.get("products", _plan, factors, call).run(factors)
     of_attention = plans.get("attention", Plans)
-    out, _, statistics = attention_forward.forward(
-        q, k, v, call.mask, _scale(factors, call), "highest", of_attention
-    )
+    out, _, statistics = attention.forward(q, k, v, call.mask, _scale(factors, call), "highest", of_attention)
     if factors.aq is not None and q.shape[3] == 1:  # of which queries do not show where features lay in factors
         out = reorder_like(factors.aq, out)
     return out, statistics
@@ -95,7 +92,7 @@ def backward(
     products = plans.get(strides, _plan, factors, call)
     q, k, v = products.run(factors)
     of_attention = plans.get("attention", Plans)
-    dq, dk, dv, _ = attention_backward.backward(
+    dq, dk, dv, _ = attention.backward(
         grad, None, q, k, v, out, statistics, call.mask, _scale(factors, call), "highest", of_attention
     )
     return products.run_backward(factors, dq, dk, dv, call.cu_seqlens)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.flash_attention.problem import tile_width
 from warploom.ops.tpa.problem import Operands
+from warploom.runtime.layout import tile_width
 
 
 class RowTile(NamedTuple):

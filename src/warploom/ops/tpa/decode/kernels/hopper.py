@@ -24,11 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from warploom.device.hopper import pipeline as hopper
 from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
 from warploom.ops.tpa.decode.kernels.portable import Scales, Softmax
 
-BLOCK_M = gl.constexpr(hopper.ROWS)  # keys of a block
+BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
 
 

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import exponential_float32, power_of_two
 from warploom.device.product import add_outside, dot, exact_dot, rounded
-from warploom.device.sums import product_by_itself, sum_of_pairs
+from warploom.ops.tpa.decode.kernels.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.kernels.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)

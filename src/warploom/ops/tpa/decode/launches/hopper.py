@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.flash_attention.problem import TILE_STRIDE_LIMIT
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.problem import Operands
 from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, multiprocessors, supports_tma
+from warploom.runtime.layout import TILE_STRIDE_LIMIT
 from warploom.runtime.memory_order import layout_of
 
 Tensor = torch.Tensor

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.flash_attention.problem import tile_width
 from warploom.ops.tpa.decode.chunks import Chunks
 from warploom.ops.tpa.decode.configs import (
     COMBINE_AHEAD,
@@ -35,6 +34,7 @@ from warploom.ops.tpa.decode.launches import hopper
 from warploom.ops.tpa.kernels.factors import Features, FeatureStrides, HeadStrides
 from warploom.ops.tpa.problem import Operands, feature_factors, head_factors, logit_unit, strides_of
 from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl, multiprocessors
+from warploom.runtime.layout import tile_width
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 

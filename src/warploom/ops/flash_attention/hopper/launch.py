@@ -1,0 +1,409 @@
+"""Launches of flash attention's kernels for Hopper: which calls they take, and how these are cut into tiles.
+
+They take 16-bit tensors whose rows the tensor memory accelerator can copy, with 33 to 256 features, with any
+window, cap, sink or lengths, and any number of heads to a key head. What is missing to 64, 128 or 256 features, or
+to 192 of queries and keys with 128 of values, is filled with zeros. Packed sequences come with units of rows, and
+spread to the backward (`launch_varlen`). Keys in pages, scales that are not positive and short backward loops
+stay with the kernels for every GPU (`suit`), and so do calls of few queries (decoding) with a window, cap, sink or
+lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention.hopper.backward_dkv import hopper_key_kernel
+from warploom.ops.flash_attention.hopper.backward_dq import hopper_query_kernel
+from warploom.ops.flash_attention.hopper.backward_fused import hopper_backward_kernel
+from warploom.ops.flash_attention.hopper.backward_shared_dkv import hopper_shared_key_kernel
+from warploom.ops.flash_attention.hopper.backward_shared_dq import hopper_shared_query_kernel
+from warploom.ops.flash_attention.hopper.config import (
+    HOPPER,
+    HOPPER_IN_PIECES,
+    HOPPER_PARTS,
+    HOPPER_SMALLER,
+    HOPPER_TERMS,
+    HopperTiles,
+)
+from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forward_kernel, loops_are_even
+from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
+from warploom.ops.flash_attention.hopper.work import UNIT, Window, Work
+from warploom.ops.flash_attention.problem import (
+    HOPPER_MULTIPROCESSORS,
+    L2_SHARE,
+    LOG2_E,
+    Call,
+    Costs,
+    Mask,
+    Shape,
+    best_splits,
+    bounds,
+    in_powers_of_two,
+    loop_steps,
+    programs_at_once,
+)
+from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, supports_tma
+from warploom.runtime.layout import strides_of
+
+Tensor = torch.Tensor
+
+_ROWS = ROWS.value
+_NARROW = NARROW_HEAD.value
+_LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
+_SMALLER_STEP = 0.81
+"""Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16
+heads of 1024 and 2048 tokens on an H200."""
+COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
+"""Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
+best number of splits, for the gradient of queries 1.17."""
+_NARROW_WINDOW = 4096
+"""Keys of a window up to which the smaller tiles are taken, which hold fewer keys beyond their queries' windows."""
+FEW = 64
+"""Queries of a key head (tokens times heads that read it) up to which a forward with options is a decoding step."""
+_TOGETHER = 4.0
+"""Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
+queries wait for each other, and with fewer tiles long loops begin at the end."""
+_EVEN = 0.45
+"""This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles. Where the last of
+more keys than queries are causal, as in a chunk of a longer sequence, it lies between."""
+_SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
+DESCRIBED = {
+    "forward": ("q_desc", "k_desc", "v_desc", "out"),
+    "key": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv"),
+    "query": ("q_desc", "k_desc", "v_desc", "do_desc", "dq"),
+    "backward": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv", "added"),
+}
+"""Parameters that are described, the results as long as they are whole."""
+_INPUTS = {"forward": 3, "key": 4, "query": 4}
+"""How many of them are inputs. The others are results."""
+_LOOPED = {
+    "forward": ("k_desc", "v_desc"),
+    "key": ("q_desc", "do_desc"),
+    "query": ("k_desc", "v_desc"),
+    "backward": ("q_desc", "do_desc"),
+}
+"""Those that a loop goes over; a group of warps owns rows of the others."""
+_LAST = {
+    "forward": ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
+    "key": ("lse", "delta", "counters", "seqused_k", "units"),
+    "query": ("lse", "delta", "counters", "seqused_k", "units"),
+    "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"),
+}
+"""Parameters that a launch takes behind those."""
+
+
+class Plan(NamedTuple):
+    """A launch of a kernel, and into how many splits it cuts loops."""
+
+    launch: Launch
+    splits: int
+    counted: bool  # whether its tiles are counted, with counters that must be zero
+
+
+def _width(shape: Shape) -> int:
+    """Features of a tile."""
+    features = max(shape.head_dim, shape.value_dim)
+    return next(width for width in (64, 128, 256) if features <= width)
+
+
+def _in_pieces(name: str, shape: Shape) -> bool:
+    """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values.
+
+    Rows of a single token may have any number of them, but results in pieces are stored by eights.
+    """
+    whole = shape.head_dim % 8 == 0 == shape.value_dim % 8
+    return name in HOPPER_IN_PIECES and _NARROW < shape.head_dim <= 192 and shape.value_dim <= _NARROW and whole
+
+
+def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
+    width = _width(shape)
+    if _in_pieces(name, shape):
+        return HOPPER_IN_PIECES[name]
+    packed = mask.units_q is not None  # units of rows are multiples of the smaller tiles
+    if width == 64 and name in HOPPER_SMALLER and (packed or _smaller_are_faster(name, shape, mask)):
+        return HOPPER_SMALLER[name]
+    return HOPPER[name][width]
+
+
+def _smaller_are_faster(name: str, shape: Shape, mask: Mask) -> bool:
+    """Whether the smaller tiles of 64 features are faster than the others."""
+    tiles, smaller, programs = HOPPER[name][64], HOPPER_SMALLER[name], HOPPER_MULTIPROCESSORS
+    rows = shape.batch_size * shape.heads
+    count, more = (-(-shape.tokens // (x.groups * _ROWS)) * rows for x in (tiles, smaller))
+    if None not in (mask.left, mask.right) and min(sum(bounds(shape, mask)), shape.keys) < _NARROW_WINDOW:
+        return True
+    if mask.right is None and mask.left is None:  # loops are equal, and so is every program's share: whole waves
+        steps = -(-shape.keys // tiles.box)
+        time = -(-count // programs) * (steps + 1)
+        shorter = -(-more // programs) * steps * _SMALLER_STEP
+        whole = name == "forward" and _best_splits(name, shape, mask, tiles, programs) == 1
+        return whole and shorter < time
+    few = 2 * programs if name == "forward" else programs // 2
+    return count < few or (name == "forward" and shape.keys < 4096)
+
+
+def queries_of_a_sum(shape: Shape) -> int:
+    """Queries of the tiles in which ``backward`` adds up their gradients."""
+    return HOPPER["backward"][_width(shape)].box
+
+
+def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
+    """Tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
+    own, units, heads = shape.tokens, mask.units_q, shape.heads
+    if name in ("key", "backward"):
+        own, units, heads = shape.keys, mask.units_k, shape.key_heads
+    if units is not None:
+        own = units.shape[0] * UNIT.value
+    return -(-own // block), shape.batch_size * heads
+
+
+def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:
+    """Whether the kernel ``name`` takes a call with these tensors, apart from their addresses."""
+    first = tensors[0]
+    if INTERPRETED or architecture(first.device) != 90:
+        return False
+    if mask.cu_seqlens_q is not None or mask.block_table is not None or scale <= 0:
+        return False
+    if mask.units_q is not None and max(shape.head_dim, shape.value_dim) > _NARROW:
+        return False
+    if not _LEAST_FEATURES < max(shape.head_dim, shape.value_dim) <= max(HOPPER[name]):
+        return False
+    if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
+        return False
+    blocks, rows = _blocks(name, shape, mask, _tiles(name, shape, mask).groups * _ROWS)
+    looped = shape.tokens if name in ("key", "backward") else shape.keys
+    if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
+        return False
+    return all(map(supports_tma, tensors))
+
+
+def is_together_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
+    """Whether one kernel for all gradients is faster than two."""
+    width = max(shape.head_dim, shape.value_dim)
+    if width > _NARROW:
+        return False
+    blocks, rows = _blocks("backward", shape, mask, HOPPER["backward"][_width(shape)].groups * _ROWS)
+    uneven = 1.0  # the share of keys that fewer queries see than the first
+    if mask.left is None:
+        uneven = 0.0 if mask.right is None else min(shape.tokens / max(shape.keys, 1), 1.0)
+    return blocks * rows >= _TOGETHER * (_EVEN + (1 - _EVEN) * uneven) * programs_at_once(device)
+
+
+def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
+    """Into how many splits loops are cut."""
+    return _best_splits(name, shape, mask, _tiles(name, shape, mask), programs_at_once(device))
+
+
+def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
+    """Into how many splits loops are best cut with such tiles."""
+    if mask.units_q is not None:
+        return 1
+    steps = loop_steps(name, shape, mask, tiles.groups * _ROWS, tiles.box)
+    rows = shape.batch_size * (shape.key_heads if name == "key" else shape.heads)
+    elements = shape.batch_size * max(
+        shape.tokens * shape.heads * (shape.value_dim if name == "forward" else shape.head_dim),
+        shape.keys * shape.key_heads * (shape.head_dim + shape.value_dim),
+    )
+    return best_splits(steps, rows, programs, elements, COSTS[name])
+
+
+def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
+    blocks, rows = _blocks(name, shape, mask, tiles.groups * _ROWS)
+    # Heads are taken in sections: see `triton.tiles.program_order`.
+    length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
+    head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
+    if name == "backward":  # and the sums of their gradients
+        head_bytes += length * shape.head_dim * 4
+    section = max(L2_SHARE // head_bytes, 1) * (shape.group if name in ("forward", "query") else 1)
+    right = bounds(shape, mask)[1]
+    return Work(shape.tokens, shape.keys, shape.heads, shape.group, rows, blocks, min(section, rows), splits, right)
+
+
+def _boxes(
+    name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
+) -> dict[str, Any]:
+    """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
+    widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
+    return {
+        each: TmaTile(
+            x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width))
+        )
+        for each, x in zip(DESCRIBED[name], tensors)
+    }
+
+
+def _kernel(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
+    """A kernel, and the arguments that not all of them have."""
+    pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
+    if name == "forward":
+        return hopper_forward_kernel, {"GROUPS": tiles.groups, **pieces}
+    if name == "key" and _width(shape) > _NARROW:  # a group's registers hold one gradient of such rows
+        own = {"grad_scale": scale, "inverse": None, "TERMS": 1, **pieces}
+        return hopper_shared_key_kernel, own
+    own = {"grad_scale": scale, "GROUPS": tiles.groups}
+    if name == "backward":
+        # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
+        shown = mask.right is None or bounds(shape, mask)[1] > 0
+        ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
+        parts = HOPPER_PARTS[_width(shape)]
+        return hopper_backward_kernel, {**own, "PARTS": parts, "ENDS": ends}
+    if name == "key":
+        return hopper_key_kernel, own
+    return hopper_query_kernel, {**own, **pieces}
+
+
+def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packed: bool) -> dict[str, Any]:
+    """Whether results are parts or in pieces, and how these, or packed ones, lie; of others descriptors say it.
+
+    ``unit``: elements in which strides of results in pieces are counted.
+    """
+    stored = splits > 1 or unit is not None
+    strides = {}
+    for name, x in results.items():
+        part = x.numel() if splits > 1 else 0
+        b, n, h = (stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()))
+        lengths = (each // (unit or 1) for each in (part, b, n, h))
+        strides[f"{name}_strides"] = SplitStrides(*((*lengths, x.shape[3]) if stored or packed else (0,) * 5))
+    return {"SPLIT": stored, **strides}
+
+
+def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
+    """Whether programs take tiles from a counter, which must be zero."""
+    if name == "backward":  # the first tile too
+        return True
+    uneven = (x is not None for x in (mask.right, mask.left, mask.seqused_k, mask.units_q))
+    if name == "forward" and loops_are_even(*uneven):
+        return bool(are_counted.fn(tiles, programs))
+    return tiles > programs
+
+
+def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], **arguments: Any) -> Plan:
+    """The launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
+    shape, mask, scale, softcap = call.shape, call.mask, call.scale, call.softcap
+    tiles = _tiles(name, shape, mask)
+    function, own = _kernel(name, shape, mask, tiles, scale)
+    work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
+    count = work.blocks * work.rows * splits
+    programs = min(programs_at_once(call.device), count)
+    widths = (_NARROW, 64) if _in_pieces(name, shape) else (_width(shape),)
+    launch = Launch(
+        function,
+        programs,
+        takes=(*DESCRIBED[name], *_LAST[name]),
+        pdl=name != "forward",
+        work=work,
+        window=None if mask.left is None else Window(bounds(shape, mask)[0]),
+        scale=scale * LOG2_E if softcap is None else scale / softcap,
+        CAUSAL=mask.right is not None,
+        SOFTCAP=None if softcap is None else softcap * LOG2_E,
+        STAGES=tiles.stages,
+        **_boxes(name, described, tiles, *widths),
+        **own,
+        **arguments,
+    )
+    return Plan(launch, splits, _counted(name, mask, count, programs))
+
+
+def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
+    """The launch of a kernel for some results, ``forward``, ``key`` or ``query``, if it suits.
+
+    ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
+    launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
+    order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, units of packed
+    sequences, and in the forward shifts of these, the packed result again, and the sink.
+    """
+    if not suit(name, call.shape, call.mask, call.scale, *tensors):
+        return None
+    splits = splits_of(name, call.shape, call.mask, call.device)
+    inputs = _INPUTS[name]
+    results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
+    unit = STRIDE_UNIT.value if name != "forward" and _in_pieces(name, call.shape) else None
+    described = tensors if splits == 1 and unit is None else tensors[:inputs]
+    strides = _strides_of(results, splits, unit, packed=call.mask.shifts is not None)
+    return _planned(name, call, splits, described, **strides)
+
+
+def plan_together(
+    call: Call, tensors: tuple[Tensor, ...], added: Tensor, together: bool | None = None
+) -> Plan | None:
+    """The launch of the kernel ``backward`` for all gradients, if it suits and is the fastest, or asked for.
+
+    ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
+    them come lse, δ, counters, how many tiles were added, and lengths of entries.
+    """
+    if not (is_together_faster(call.shape, call.mask, call.device) if together is None else together):
+        return None
+    if not suit("backward", call.shape, call.mask, call.scale, *tensors):
+        return None
+    return _planned("backward", call, 1, tensors, added=TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
+
+
+_MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
+TERMS_COSTS = Costs(1, 2, 1e5)
+_TERMS_SPLITS = (2, 3, 4, 6)
+_TERMS_LEAST = 128
+"""Fitted to one head of 512 … 8192 tokens with 64 and 128 features on an H200: where two splits of every loop or
+more run at the same time, as many as do, up to six, of so many rows at least of the longest loop."""
+
+
+def suit_terms(shape: Shape, terms: int, device: torch.device, results: Iterable[Tensor]) -> bool:
+    """Whether the backward kernels for factors in terms take a call that is plain otherwise."""
+    if INTERPRETED or architecture(device) != 90 or shape.block_d not in HOPPER_TERMS[terms]:
+        return False
+    rows = max(shape.tokens, shape.keys)
+    return all(f == 1 and max(b, rows * n, h) < _MOST_STRIDE for b, n, h, f in map(strides_of, results))
+
+
+def _splits_of_terms(steps: list[int], step: int, rows: int, programs: int, elements: int) -> int:
+    """Into how many splits loops with steps of ``step`` rows are cut; see `problem.best_splits`."""
+    most = min(programs // (len(steps) * rows), max(steps) * step // _TERMS_LEAST)
+    fit = [splits for splits in _TERMS_SPLITS if splits <= most]
+    return max(fit) if fit else best_splits(steps, rows, programs, elements, TERMS_COSTS)
+
+
+def plan_terms(
+    name: str, call: Call, factors: tuple[Tensor, ...], terms: int, results: dict[str, Tensor]
+) -> Plan | None:
+    """The launch of a backward kernel, ``key`` or ``query``, on terms of q, k, v and the gradient, if it suits.
+
+    ``factors`` are like one term of each. Behind all terms come the results, in float32, or their parts, then
+    lse, δ, inverse and counters.
+    """
+    shape, mask = call.shape, call.mask
+    if not suit_terms(shape, terms, call.device, results.values()):
+        return None
+    tiles = HOPPER_TERMS[terms][shape.block_d]
+    programs = programs_at_once(call.device)
+    steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
+    rows = _blocks(name, shape, mask, _ROWS)[1]
+    splits = _splits_of_terms(steps, tiles.box, rows, programs, sum(x.numel() for x in results.values()))
+    work = _work(name, shape, mask, tiles, splits, 2 * terms)
+    own: dict[str, Any] = {
+        f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
+        for each, x in results.items()
+    }
+    takes = (*DESCRIBED[name], "lse", "delta", "inverse", "counters")
+    function: Any = hopper_shared_query_kernel
+    if name == "key":
+        function = hopper_shared_key_kernel
+        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "units": None, "PIECES": 1}
+        takes = (*takes, "seqused_k")
+    count = work.blocks * rows * splits
+    launch = Launch(
+        function,
+        min(programs, count),
+        takes=takes,
+        pdl=True,
+        work=work,
+        scale=in_powers_of_two(call.scale),
+        grad_scale=call.scale,
+        CAUSAL=mask.right is not None,
+        TERMS=terms,
+        STAGES=tiles.stages,
+        **_boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d),
+        **own,
+    )
+    return Plan(launch, splits, programs < count)

@@ -1,0 +1,321 @@
+"""Triton kernels of flash attention for few queries on many keys: decoding.
+
+Shapes. A row is a pair (query, head) of the heads that share a head of keys, heads fastest. Rows come in tiles (M, D), so
+that keys (N, D) and values (N, E) are read once for all of them. Memory is the limit: one loop with masks, and small tiles.
+
+Tiles of keys. A step of the loop takes ``KEY_TILES`` of them, each with a softmax of its own. With as many as there are
+warps, no warp waits for another's numbers in the loop. Where there are several, tensors have them as their first axis,
+and a `Softmax` the rows of all.
+
+Chunks. The keys that a tile sees are cut into chunks, by their number and by sizes of the call that are not the batch's. The
+softmaxes of a chunk start afresh. They are joined in pairs, then the chunks from left to right, always by `join`: by a
+program that takes all chunks, or by `combine_chunks_kernel`. The bits are the same, with as many programs as the size of
+the batch asks for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from warploom.device.activations import power_of_two
+from warploom.device.product import product, terms_of
+from warploom.device.rows import Strides
+from warploom.ops.flash_attention.triton.forward import Softmax, softmax_step, store_results
+from warploom.ops.flash_attention.triton.tiles import (
+    Mask,
+    Rows,
+    Sizes,
+    as_factor,
+    base_of,
+    loop_bounds,
+    row_offsets,
+    transposed,
+    used_keys,
+    within,
+)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """`Softmax` of no keys."""
+    acc = tl.zeros((ROWS, FEATURES), dtype=tl.float32)
+    return Softmax(acc, tl.zeros((ROWS,), dtype=tl.float32), tl.full((ROWS,), float("-inf"), dtype=tl.float32))
+
+
+@triton.jit
+def join(a, b):
+    """`Softmax` over the keys of both.
+
+    Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
+    """
+    row_max = tl.maximum(a.row_max, b.row_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    rescale_a = power_of_two(a.row_max - base)
+    rescale_b = power_of_two(b.row_max - base)
+    acc = tl.fma(a.acc, tl.broadcast_to(rescale_a[:, None], a.acc.shape), b.acc * rescale_b[:, None])
+    return Softmax(acc, tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b), row_max)
+
+
+@triton.jit
+def load_rows(ptrs, there, F: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile (…, rows, features) of those rows that are ``there``, zeros outside, as a factor of a `product`."""
+    FEATURES: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
+    mask = tl.expand_dims(there, -1)
+    if F != FEATURES:
+        mask = mask & (tl.arange(0, FEATURES) < F)
+    factor = tl.load(ptrs, mask=mask, other=0.0)
+    if PRECISION == "3-term here":
+        factor = terms_of(factor, 3)
+    return factor
+
+
+@triton.jit
+def offsets_of_rows(row, strides, FEATURES: tl.constexpr, variant: tl.constexpr):
+    """Offsets (…, features) of rows by number (…), in as many bits as the number of a row has."""
+    stride_row, stride_feature = strides.n, strides.f
+    if row.dtype == tl.int32:
+        stride_row = stride_row.to(tl.int32)
+        stride_feature = stride_feature.to(tl.int32)
+    feature = tl.arange(0, FEATURES)
+    if not variant.UNIT:
+        feature = feature * stride_feature
+    return tl.expand_dims(row * (stride_row * variant.VEC), -1) + feature
+
+
+@triton.jit
+def load_keys(x, table, pages, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr,
+              STEP: tl.constexpr):  # fmt: skip
+    """The tiles of a step of keys or values from number ``n`` on. A step that lies in one page looks it up once."""
+    VEC: tl.constexpr = variant.VEC
+    if variant.PAGE is None:
+        ptrs = x.ptr + n * (x.strides.n * VEC) + x.offsets
+    elif variant.PAGE % STEP == 0:
+        page = within(tl.load(table + n // variant.PAGE).to(tl.int64), pages)
+        ptrs = x.ptr + page * (x.strides.b * VEC) + (n % variant.PAGE) * (x.strides.n * VEC) + x.offsets
+    else:
+        key = n + number
+        page = within(tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64), pages)
+        offsets = offsets_of_rows((key % variant.PAGE).to(tl.int64), x.strides, FEATURES, variant)
+        ptrs = x.ptr + tl.expand_dims(page * (x.strides.b * VEC), -1) + offsets
+    return load_rows(ptrs, there, F, variant.PRECISION)
+
+
+@triton.jit
+def halves(x):
+    """The first and the last half of the rows (R, …) of one or two axes."""
+    if len(x.shape) == 1:
+        first, last = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
+    else:
+        first, last = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+    return first, last
+
+
+@triton.jit
+def join_key_tiles(softmax, KEY_TILES: tl.constexpr):
+    """`Softmax` (KEY_TILES · M rows) of all tiles of keys as one (M rows): the first half with the last, and so on."""
+    if KEY_TILES > 1:
+        acc, row_sum, row_max = softmax
+        accs, sums, maxima = halves(acc), halves(row_sum), halves(row_max)
+        joined = join(Softmax(accs[0], sums[0], maxima[0]), Softmax(accs[1], sums[1], maxima[1]))
+        softmax = join_key_tiles(joined, KEY_TILES // 2)
+    return softmax
+
+
+class Target(NamedTuple):
+    """Where rows of a tile go."""
+
+    offsets: tl.tensor  # (rows, E), in the output
+    mask: tl.tensor  # (rows, E)
+    row: tl.tensor  # (rows,): their numbers in ``lse``
+    in_range: tl.tensor  # (rows,)
+    rows: tl.int64  # in ``lse``
+
+
+@triton.jit
+def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
+    """`Target` of rows by number ``r`` of the heads from ``first_head`` on."""
+    tokens, group = sizes.tokens, sizes.group
+    token, head = r // group, first_head + r % group
+    in_range = r < tokens * group
+    feature = tl.arange(0, variant.BLOCK_E)
+    offsets = row_offsets(batch, token, head, strides, variant.VEC)[:, None]
+    offsets += (feature if variant.UNIT else feature * strides.f)[None, :]
+    mask = in_range[:, None] & (feature < variant.E)[None, :]
+    row = (batch * sizes.heads + head) * tokens + token
+    return Target(offsets, mask, row, in_range, tl.cast(sizes.batch_size, tl.int64) * sizes.heads * tokens)
+
+
+@triton.jit
+def store_chunk(softmax, number, out, out_split, statistics, to, VEC: tl.constexpr):
+    """What chunk ``number`` comes to, to be joined with the others."""
+    part = tl.cast(number, tl.int64)
+    tl.store(out + part * (out_split * VEC) + to.offsets, softmax.acc, mask=to.mask)
+    tl.store(statistics + part * 2 * to.rows + to.row, softmax.row_max, mask=to.in_range)
+    tl.store(statistics + (part * 2 + 1) * to.rows + to.row, softmax.row_sum, mask=to.in_range)
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, out, lse, statistics, sink, seqused_k, block_table,
+    sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
+    variant: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one head of keys, over one of ``parts`` of its KV loop, of so many ``chunks`` of ``sizes.splits``.
+
+    Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each
+    chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
+    ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
+    """
+    if PDL:  # with the launch that joins chunks, which waits for this one
+        gdc_launch_dependents()
+    BLOCK_M: tl.constexpr = variant.BLOCK_M
+    BLOCK_N: tl.constexpr = variant.BLOCK_N
+    BLOCK_D: tl.constexpr = variant.BLOCK_D
+    BLOCK_E: tl.constexpr = variant.BLOCK_E
+    ROWS: tl.constexpr = KEY_TILES * BLOCK_M
+    STEP: tl.constexpr = KEY_TILES * BLOCK_N
+    VEC: tl.constexpr = variant.VEC
+    PRECISION: tl.constexpr = variant.PRECISION
+    heads, group, tokens = sizes.heads, sizes.group, sizes.tokens
+    # Programs that run together read keys that lie together.
+    key_heads = heads // group
+    block = tl.program_id(0) % sizes.blocks
+    place = tl.program_id(0) // sizes.blocks
+    key_head = place % key_heads
+    part = place // key_heads % parts
+    batch = (place // key_heads // parts).to(tl.int64)
+
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_head = key_head * group
+    keys = used_keys(seqused_k, batch, sizes.keys)
+    offset = keys - tokens  # the last query stands at the last key
+    first = block * BLOCK_M // group + offset
+    last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // group, tokens - 1) + offset
+    begin, _, _, end = loop_bounds(
+        first, last, sizes.left, sizes.right, keys, 0, 1, variant.HAS_LEFT, variant.HAS_RIGHT, STEP
+    )
+    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits) * STEP
+    start = tl.minimum(begin + part * chunks * span, end)
+    stop = tl.minimum(start + chunks * span, end)
+    lowest = first - sizes.left if variant.HAS_LEFT else begin  # that any row sees
+
+    feature = tl.arange(0, BLOCK_D)
+    q_ptrs = q + row_offsets(batch, r // group, q_head + r % group, q_strides, VEC)[:, None]
+    q_ptrs += (feature if variant.UNIT else feature * q_strides.f)[None, :]
+    q_tile = load_rows(q_ptrs, r < tokens * group, variant.D, PRECISION)
+    if KEY_TILES > 1:
+        q_tile = tl.broadcast_to(q_tile[None, :, :], (KEY_TILES, BLOCK_M, BLOCK_D))
+    table = None
+    kv_batch = batch
+    if variant.PAGE is not None:
+        table = block_table + batch * (sizes.keys // variant.PAGE)
+        kv_batch = batch * 0
+    number = tl.arange(0, BLOCK_N)  # of the keys of a step
+    if KEY_TILES > 1:
+        number = (tl.arange(0, KEY_TILES) * BLOCK_N)[:, None] + number[None, :]
+    place = number.to(tl.int64) if variant.WIDE else number
+    k_ptr = base_of(k, kv_batch, begin * 0, key_head, k_strides, VEC)
+    v_ptr = base_of(v, kv_batch, begin * 0, key_head, v_strides, VEC)
+    k_rows = Rows(k_ptr, offsets_of_rows(place, k_strides, BLOCK_D, variant), k_strides, 0)
+    v_rows = Rows(v_ptr, offsets_of_rows(place, v_strides, BLOCK_E, variant), v_strides, 0)
+
+    # The rows of all tiles of keys; they, and the end of the keys, are counted from the first key of their tile.
+    row = block * BLOCK_M + tl.arange(0, ROWS) % BLOCK_M
+    first_key = tl.arange(0, ROWS) // BLOCK_M * BLOCK_N
+    position = row // group + offset - first_key
+    mask = Mask((keys - first_key)[:, None], sizes.left, sizes.right)
+    softmax = nothing(ROWS, BLOCK_E)
+    whole = nothing(BLOCK_M, BLOCK_E)
+    chunk = part * chunks
+    chunk_stop = start + span
+    for n in tl.range(start, stop, STEP):
+        key = n + number
+        there = (key >= lowest) & (key < end)
+        k_tile = load_keys(
+            k_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.D, BLOCK_D, variant, STEP
+        )
+        if KEY_TILES > 1:
+            logits = tl.zeros((KEY_TILES, BLOCK_M, BLOCK_N), dtype=tl.float32)
+            logits = product(q_tile, tl.permute(k_tile, (0, 2, 1)), logits, PRECISION)
+            logits = tl.reshape(logits, (ROWS, BLOCK_N))
+        else:
+            logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
+        weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, variant)
+        v_tile = load_keys(
+            v_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.E, BLOCK_E, variant, STEP
+        )
+        factor = as_factor(weights, v.dtype.element_ty, PRECISION)
+        if KEY_TILES > 1:
+            acc = tl.reshape(softmax.acc, (KEY_TILES, BLOCK_M, BLOCK_E))
+            acc = product(tl.reshape(factor, (KEY_TILES, BLOCK_M, BLOCK_N)), v_tile, acc, PRECISION)
+            softmax = Softmax(tl.reshape(acc, (ROWS, BLOCK_E)), softmax.row_sum, softmax.row_max)
+        else:
+            softmax = Softmax(product(factor, v_tile, softmax.acc, PRECISION), softmax.row_sum, softmax.row_max)
+        if not ONE_CHUNK:
+            if n + STEP >= tl.minimum(chunk_stop, stop):
+                joined = join_key_tiles(softmax, KEY_TILES)
+                if lse is None:
+                    # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
+                    to = target(q_head, (chunk >> 30) + r, batch, sizes, out_strides, variant)
+                    store_chunk(joined, chunk, out, out_split, statistics, to, VEC)
+                else:
+                    whole = join(whole, joined)
+                softmax = nothing(ROWS, BLOCK_E)
+                chunk += 1
+                chunk_stop += span
+    to = target(q_head, r, batch, sizes, out_strides, variant)
+    if lse is not None:
+        store_results(
+            whole, sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row, to.in_range, to.rows
+        )  # fmt: skip
+    elif ONE_CHUNK:
+        store_chunk(join_key_tiles(softmax, KEY_TILES), chunk, out, out_split, statistics, to, VEC)
+    else:
+        for empty in range(chunk, tl.minimum((part + 1) * chunks, sizes.splits)):
+            store_chunk(whole, empty, out, out_split, statistics, to, VEC)
+
+
+@triton.jit
+def combine_chunks_kernel(
+    part, part_statistics, out, lse, statistics, sink,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64,
+    out_strides: Strides,
+    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of what `forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
+
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of ``out``.
+    """
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    in_range = row < rows
+    token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
+    feature = tl.arange(0, BLOCK_E)
+    mask = (feature < E)[None, :]
+    offsets = row_offsets(batch, token, head, out_strides, VEC)[:, None]
+    offsets += (feature if UNIT else feature * out_strides.f)[None, :]
+    # With PDL twice: on nothing while the other launch still runs, so that the code is in a cache when that ends.
+    for again in range(0 if PDL else 1, tl.minimum(chunks, 2)):
+        some = chunks * again
+        softmax = nothing(1, BLOCK_E)
+        for chunk in range(0, chunks, AHEAD):
+            accs, sums, maxima = (), (), ()
+            for i in tl.static_range(AHEAD):
+                left = in_range & (chunk + i < some)
+                beside = part_statistics + (chunk + i) * 2 * rows + row
+                tile = part + (chunk + i) * (out_split * VEC) + offsets
+                accs += (tl.load(tile, mask=mask & left[:, None], other=0.0),)
+                sums += (tl.load(beside + rows, mask=left, other=0.0),)
+                maxima += (tl.load(beside, mask=left, other=float("-inf")),)
+            for i in tl.static_range(AHEAD):
+                softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
+        there = in_range & (some > 0)
+        store_results(softmax, sink, head, out, offsets, mask & there[:, None], lse, statistics, row, there, rows)
+        if PDL:
+            gdc_wait()

@@ -1,0 +1,129 @@
+"""Launches of the Triton kernels for few queries: which calls they take, and how these are cut."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from warploom.device.rows import Strides
+from warploom.ops.flash_attention.problem import Call, bounds, programs_at_once
+from warploom.ops.flash_attention.triton import launch as tiling
+from warploom.ops.flash_attention.triton.config import (
+    DECODE_AHEAD,
+    DECODE_CHUNK,
+    DECODE_EVEN,
+    DECODE_MOST_CHUNKS,
+    DECODE_PAGE_STAGES,
+    DECODE_PROGRAMS,
+    DECODE_START,
+    Configuration,
+    decode_tiles,
+)
+from warploom.ops.flash_attention.triton.decode import combine_chunks_kernel, decode_kernel
+from warploom.ops.flash_attention.triton.launch import Grid
+from warploom.runtime.launch import Launch, architecture
+from warploom.runtime.layout import layout_for
+
+Tensor = torch.Tensor
+
+MOST_TOKENS = 16
+"""Of a batch entry; tiles of more queries read keys as seldom in the other kernels."""
+
+
+class Plan(NamedTuple):
+    """A launch of the kernel, what joins the chunks that it leaves, and of how many parts these are."""
+
+    launch: Launch
+    combine: Launch | None
+    parts: int
+
+
+def suits(call: Call) -> bool:
+    """Whether a call has few queries, and every batch entry one sequence."""
+    return call.shape.tokens <= MOST_TOKENS and call.mask.cu_seqlens_q is None
+
+
+def _beside(tiles: Configuration) -> int:
+    """How many programs a multiprocessor needs, so that one computes while the others wait for memory."""
+    return 1 if tiles.key_tiles > 1 else 2
+
+
+def _seen(call: Call) -> int:
+    """How many keys the loop of a tile goes over, about."""
+    shape, mask = call.shape, call.mask
+    left, right = bounds(shape, mask)
+    return shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
+
+
+def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
+    """Into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
+
+    Never by the size of the batch: results depend on it.
+    """
+    wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (call.shape.key_heads * blocks))
+    return max(min(wanted, DECODE_MOST_CHUNKS, _seen(call) // DECODE_CHUNK), 1)
+
+
+def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
+    """How many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
+
+    Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
+    """
+    at_once, keys = programs_at_once(call.device), -(-_seen(call) // chunks)
+    if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
+        return 1
+    at_once *= _beside(tiles)
+
+    def work(taken: int) -> int:
+        return -(-loops * -(-chunks // taken) // at_once) * (taken * keys + DECODE_START)
+
+    return min(range(chunks, 0, -1), key=work)
+
+
+def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> Plan:
+    """The launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
+    shape = call.shape
+    _, k, _, out = tensors
+    pages = 0 if call.mask.block_table is None else k.shape[0]
+    rows = shape.tokens * shape.group
+    tiles = decode_tiles(architecture(call.device), call.dtype, shape.width, shape.block_e, rows)
+    if call.mask.block_table is not None:
+        tiles = tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES)
+    blocks = -(-rows // tiles.block_m)
+    loops = shape.batch_size * shape.key_heads * blocks
+    chunks = chunks_of(call, tiles, blocks)
+    taken = chunks_of_program(call, tiles, chunks, loops)
+    whole = taken == chunks
+    layout = layout_for(Strides, *tensors)
+    grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
+    to = layout_for(Strides, out)
+    launch = Launch(
+        decode_kernel,
+        loops * -(-chunks // taken),
+        takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table"),
+        parts=-(-chunks // taken),
+        chunks=taken,
+        out_split=0 if whole else out.numel() // layout.vec,  # from one part to the next
+        KEY_TILES=tiles.key_tiles,
+        ONE_CHUNK=taken == 1 < chunks,
+        PDL=pdl,
+        **tiling.arguments_of(
+            call, grid, layout, tiling.product_of("forward", call, precision), shape.group, pages
+        ),
+        **layout.of("q", "k", "v", "out"),
+    )
+    if whole:
+        return Plan(launch, None, 1)
+    results = shape.batch_size * shape.heads * shape.tokens
+    combine = Launch(
+        combine_chunks_kernel,
+        results,
+        takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
+        pdl=pdl,
+        rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=out.numel() // to.vec,
+        VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e,
+        AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=1,
+        **to.of("out"),
+    )  # fmt: skip
+    return Plan(launch, combine, chunks)
