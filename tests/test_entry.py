@@ -204,7 +204,7 @@ def test_a_descriptor_is_encoded_once_for_an_address() -> None:
 def test_encodings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     run = CudaLauncher(1)
     add, _ = adding_tiles(run)
-    monkeypatch.setattr(launch, "MOST_ADDRESSES", 4)
+    monkeypatch.setattr(launch, "MAX_ADDRESSES", 4)
     rows = torch.zeros(12, 8, 64, dtype=torch.bfloat16)
     for x in (*rows, *rows[-2:]):
         add(x, rows[0])

@@ -1,1 +1,1 @@
-"""What every operator stands on; no operator is named here."""
+"""The path of a call, shared by all operators: guard, key, plan, launch. No operator is named here."""

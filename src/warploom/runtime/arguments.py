@@ -1,4 +1,4 @@
-"""Checks of arguments that the operators share. Nothing here touches a tensor's data or the device."""
+"""Checks of arguments that the operators share. None reads a tensor's data or touches the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 2**31 - 1
-"""Of a position, and of a length."""
+"""The largest position, and the greatest length."""
 
 
 def check_tensor(function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """A value that must be a tensor of one of these dtypes, with a place in memory for every element.
+    """Returns a value if it is a dense tensor of one of these dtypes.
 
     Raises:
-        DtypeError: It is something else, or sparse, or nested.
+        DtypeError: It is no tensor, of another dtype, sparse, or nested.
     """
     if not isinstance(value, torch.Tensor):
         expected = "a tensor" if dtypes is FLOATS else "an integer tensor"
@@ -44,12 +44,12 @@ def as_python(value: Any) -> Any:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, known or of traced code, and no bool."""
+    """True if a value is an integer, or a symbol for one in traced code, and no bool."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def is_within(size: int, largest: int) -> bool:
-    """Whether a size keeps to a limit. That of an exported program, which is not known yet, is taken to."""
+    """True if a size is at most the largest, or is not known yet because a program is exported."""
     return torch.compiler.is_exporting() or size <= largest
 
 
@@ -57,8 +57,8 @@ def check_number(function: str, argument: str, value: object) -> None:
     """Raise unless a value is a finite number.
 
     Raises:
-        DtypeError: It is no number.
-        ArgumentError: It is not finite, or beyond what a float holds.
+        DtypeError: The value is no number.
+        ArgumentError: The value is not finite, or beyond what a float holds.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise fault(DtypeError, function, argument, "a number", repr(value))
@@ -68,7 +68,7 @@ def check_number(function: str, argument: str, value: object) -> None:
 
 
 def format_value(value: object) -> str:
-    """A value as an error shows it: Python refuses to print integers of thousands of digits."""
+    """Returns a value as text for an error, also an integer of thousands of digits, which Python does not print."""
     try:
         return repr(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `torch.autocast` asks of operators that multiply matrices: inputs of lower precision, float32 inside."""
+"""`torch.autocast` for operators that multiply matrices: it casts their inputs, and nothing inside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 def is_autocast(x: object) -> bool:
-    """Whether autocast is on for tensors like this one."""
+    """True if autocast is on for the device of a tensor."""
     # By name, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
     if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
         return False
@@ -19,9 +19,9 @@ def is_autocast(x: object) -> bool:
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors as autocast casts those of PyTorch's own attention, where it is on for the last of them.
+    """Returns tensors cast as autocast casts those of PyTorch's attention, if it is on for the last of them.
 
-    Floating tensors are cast, float64 excepted; None stays None.
+    Floating tensors are cast, except float64. None stays None.
     """
     last = tensors[-1]
     if not is_autocast(last):
@@ -31,7 +31,7 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def disable_autocast(x: object) -> contextlib.AbstractContextManager[Any]:
-    """A context in which nothing more is cast: what is float32 inside a function stays float32."""
+    """Returns a context without autocast, in which float32 stays float32."""
     if not is_autocast(x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which backend runs a call: ``auto``, or the one asked for by name, which runs or raises and never falls back."""
+"""The choice of a call's backend: by ``auto``, or by name. A backend chosen by name runs or raises."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Backend = Literal["auto", "triton", "torch"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Whether Triton is installed; it is imported when it is first needed."""
+"""True if Triton is installed. It is imported when it is first needed."""
 OLDEST_CAPABILITY = 80
-"""The least compute capability, times ten, that the kernels are written for: NVIDIA's Ampere."""
+"""The oldest compute capability, times ten, that the kernels run on: NVIDIA's Ampere."""
 
 
-def use_triton(function: str, backend: str, x: torch.Tensor, limit: str | None = None) -> bool:
-    """Whether the Triton kernels run this call.
+def use_triton(function: str, backend: str, x: torch.Tensor, unsupported: str | None = None) -> bool:
+    """True if the Triton kernels run this call.
 
     Args:
         function: Name of the public function, for the error.
         backend: ``auto``, ``triton`` or ``torch``.
         x: The tensor that decides device and dtype.
-        limit: What the kernels cannot do in this call, if anything.
+        unsupported: The reason why the kernels cannot run this call; None if they can.
 
     Raises:
-        ArgumentError: The backend has no such name.
-        BackendError: ``triton`` was asked for and cannot run here; the text says what is missing.
+        ArgumentError: There is no backend of this name.
+        BackendError: The backend is ``triton`` and cannot run here. The text says what is missing.
     """
     if backend == "auto":
-        runs = x.is_cuda and x.dtype in KERNEL_DTYPES and limit is None and HAS_TRITON
-        return runs and _unsupported(x.device) is None
+        runs = x.is_cuda and x.dtype in KERNEL_DTYPES and unsupported is None and HAS_TRITON
+        return runs and _examine_device(x.device) is None
     if backend == "torch":
         return False
     if backend != "triton":
         raise fault(ArgumentError, function, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    missing = _missing(x, limit)
+    missing = _find_missing(x, unsupported)
     if missing is not None:
         raise BackendError(f"{function}: backend 'triton' cannot run this call: {missing}")
     return True
 
 
-def _missing(x: torch.Tensor, limit: str | None) -> str | None:
+def _find_missing(x: torch.Tensor, unsupported: str | None) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
-    if limit is not None:
-        return limit
+    if unsupported is not None:
+        return unsupported
     if x.dtype not in KERNEL_DTYPES:
         return (
             f"the kernels take float16, bfloat16 and float32; the tensors are {str(x.dtype).removeprefix('torch.')}"
         )
     if x.is_cuda:
-        return _unsupported(x.device)
+        return _examine_device(x.device)
     if not x.is_meta and not _runs_on_cpu():
         return f"the tensors are on {x.device}, and the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 on a CPU)"
     return None
 
 
-def _unsupported(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a device that PyTorch calls ``cuda``, if so."""
+def _examine_device(device: torch.device) -> str | None:
+    """Returns why the kernels cannot run on a device that PyTorch calls ``cuda``; None if they can."""
     return _examine(device)
 
 
 # Dynamo takes the result for a constant, as after `torch.compiler.assume_constant_result`; that would import Dynamo
 # here. A version that does not know this mark traces the function, to the same result.
-_unsupported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_examine_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _examine(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
-        return None  # a fake tensor stands for one on a GPU elsewhere
+        return None  # a fake tensor, for a GPU of another machine
     found = capability(device)
     if found >= OLDEST_CAPABILITY:
         return None

@@ -1,4 +1,4 @@
-"""What a kernel declares of its parameters, and what it takes to compile it for given arguments."""
+"""Builds of kernels: the declared parameters of a kernel, and its compilation for given arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton.language as tl
 
 COMPILED_WITH = {"enable_fp_fusion": True}
 """Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
-ALIGNMENT = 16  # bytes; what a 128-bit load or store needs of its address
+ALIGNMENT = 16  # bytes, of an address that is read or written 128 bits at a time
 CONSTANT = "constexpr"
 TYPE_NAMES = {
     torch.float16: "fp16",
@@ -34,9 +34,9 @@ TYPE_NAMES = {
 
 
 def parameters_of(kernel: Any) -> dict[str, Any]:
-    """Returns what a kernel declares of each parameter, in their order.
+    """Returns the declared kinds of a kernel's parameters, by name and in order.
 
-    `CONSTANT`; the type of a number, as Triton abbreviates it; a NamedTuple of these; None for a pointer.
+    A kind is `CONSTANT`, a number's type in Triton's abbreviation, a NamedTuple of these, or None for a pointer.
     """
     form_cache_key(kernel)  # before anything asks for the kernel's hash, which is that of the key
     return _parameters_of(kernel)
@@ -45,50 +45,50 @@ def parameters_of(kernel: Any) -> dict[str, Any]:
 @functools.cache
 def _parameters_of(kernel: Any) -> dict[str, Any]:
     parameters = inspect.signature(kernel.fn, eval_str=True).parameters
-    return {name: _declared(parameter.annotation) for name, parameter in parameters.items()}
+    return {name: _read_annotation(parameter.annotation) for name, parameter in parameters.items()}
 
 
-def _declared(annotation: Any) -> Any:
+def _read_annotation(annotation: Any) -> Any:
     if isinstance(annotation, tl.dtype):
         return annotation.name.replace("uint", "u").replace("int", "i")
     if annotation is tl.constexpr:
         return CONSTANT
     if isinstance(annotation, type) and issubclass(annotation, tuple):
-        return annotation(*map(_declared, typing.get_type_hints(annotation).values()))
+        return annotation(*map(_read_annotation, typing.get_type_hints(annotation).values()))
     return None
 
 
 def flatten_argument(kind: Any, value: Any) -> list[tuple[str, Any]]:
-    """What a compiled kernel takes of a parameter, types and values: no tuples, no constants."""
+    """Returns the kinds and values that a compiled kernel takes for a parameter, without tuples and constants."""
     if isinstance(kind, tuple):
         return [each for part in zip(kind, value, strict=True) for each in flatten_argument(*part)]
     return [] if kind == CONSTANT else [(kind, value)]
 
 
-def _plain(value: Any) -> Any:
-    """Types and constants without the names of tuples, and without a descriptor's layout, which has versions."""
+def _strip_names(value: Any) -> Any:
+    """Returns types and constants without names of tuples, and without layouts, whose text has versions."""
     if isinstance(value, tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_strip_names, value))
     if isinstance(value, list):
-        return list(map(_plain, value))
+        return list(map(_strip_names, value))
     return value.partition("]")[0] if isinstance(value, str) else value
 
 
 def form_cache_key(function: Any, callers: tuple[Any, ...] = ()) -> None:
-    """Form the keys under which Triton's cache has what a function calls, and then its own.
+    """Form the keys in Triton's cache of all functions that a function calls, and then its own.
 
-    Triton enters the global constants of what a function calls into its key only if the key of that was formed
-    before. Left alone, a key depends on what was compiled first, and a process misses what another left on disk.
+    A key covers the global constants of a called function only if that function's key was formed before. Otherwise
+    keys depend on the order of compilation, and a process does not find the kernels that another has compiled.
     """
     if not triton.knobs.runtime.interpret and function.hash is None:
-        for called in _called(function):
+        for called in _find_called(function):
             if all(called is not caller for caller in callers):
                 form_cache_key(called, (*callers, function))
         _ = function.cache_key
 
 
-def _called(function: Any) -> Iterator[Any]:
-    """The functions of ours that a kernel or a function in a kernel names, its own name left out."""
+def _find_called(function: Any) -> Iterator[Any]:
+    """Yield the functions, Triton's own and itself excepted, that a kernel or device function names."""
     for node in ast.walk(function.parse()):
         value = None
         if isinstance(node, ast.Name):
@@ -102,14 +102,14 @@ def _called(function: Any) -> Iterator[Any]:
                 yield each
 
 
-def _as_constants(value: Any) -> Any:
-    """A tuple whose fields are constants in a kernel too: shapes and ``static_range`` take nothing else."""
+def _make_constants(value: Any) -> Any:
+    """Returns a tuple with constants as fields: in a kernel, shapes and ``static_range`` take nothing else."""
     return type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
 
 
 @dataclass(frozen=True)
 class Build:
-    """One variant of a kernel: what it takes to compile it."""
+    """One variant of a kernel: the kernel with the types and constants to compile it for."""
 
     function: Any
     signature: dict[str, Any]
@@ -120,23 +120,23 @@ class Build:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is the same for builds that compile to the same."""
+        """A key that is equal for builds that compile to the same machine code."""
         constants = tuple(self.constexprs.items())
         return self.function, tuple(self.signature.items()), constants, tuple(self.attrs), *self.options.items()
 
     @property
     def variant(self) -> str:
-        """What tells it from other builds of its function, the same in every version of Triton."""
-        types, constants = (_plain(list(each.values())) for each in (self.signature, self.constexprs))
+        """A text that identifies this build among those of its kernel, the same in every version of Triton."""
+        types, constants = (_strip_names(list(each.values())) for each in (self.signature, self.constexprs))
         return f"{types} {constants} {sorted(self.attrs)} {sorted(self.options.items())}"
 
     def source(self) -> tuple[Any, dict[str, Any]]:
-        """Returns what Triton compiles, and the options with which it does."""
+        """Returns the source that Triton compiles, and the options to compile it with."""
         if self.function.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource as Source
         else:
             from triton.compiler import ASTSource as Source
-        constants = {name: _as_constants(value) for name, value in self.constexprs.items()}
+        constants = {name: _make_constants(value) for name, value in self.constexprs.items()}
         options = {
             **COMPILED_WITH,
             **self.options,
@@ -146,16 +146,15 @@ class Build:
         return Source(self.function, self.signature, constants, self.attrs), options
 
     def compile(self, target: Any = None) -> Any:
-        """Returns the compiled variant, for the current GPU or another target.
+        """Compile this build for the current GPU or another target. Launches pass the values of `flatten_argument`.
 
-        It is launched with the values of `flatten_argument`.
-
-        It is what Triton's ``kernel[grid](...)`` comes to. That takes types of integers in tuples from values, and
-        its launcher unpacks tuples and passes over constants on every call, which costs as much as the launch.
+        Triton's ``kernel[grid](...)`` compiles the same code. But it takes the types of integers in tuples from
+        their values, and its launcher unpacks tuples and skips constants on every call, which costs as much as the
+        launch.
         """
         source, options = self.source()
         compiled = triton.compile(source, target=target, options=options)
         types = [kind for each in self.signature.values() for kind, _ in flatten_argument(each, each)]
-        compiled.src = copy.copy(source)  # of which the launcher is made
+        compiled.src = copy.copy(source)  # the launcher is made from it
         compiled.src.signature, compiled.src.constants = dict(enumerate(types)), {}
         return compiled

@@ -1,4 +1,4 @@
-"""Tensor descriptors, with which kernels copy whole tiles through the tensor memory accelerator, from Hopper on."""
+"""Tensor descriptors, by which kernels copy tiles with the tensor memory accelerator (TMA), from Hopper on."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 from warploom.runtime.build import ALIGNMENT, TYPE_NAMES
 
-_MOST_BYTES = 2**40  # a stride in a tensor descriptor is shorter
-_MOST_SIZE = 2**32  # of an axis in one
+_MAX_STRIDE_BYTES = 2**40  # strides in a descriptor are less
+_MAX_SIZE = 2**32  # the largest size of an axis in a descriptor
 
 
 class TmaTile(NamedTuple):
-    """How a kernel copies tiles of a tensor.
+    """A tile of a tensor that a kernel copies by TMA.
 
-    The caller sees to it that there can be descriptors of tensors ``like`` it: `supports_tma`, and addresses of a
-    multiple of 16 bytes.
+    The caller makes sure that tensors ``like`` it can have descriptors: `supports_tma`, and addresses that are
+    multiples of 16 bytes.
     """
 
     like: torch.Tensor
-    order: tuple[int, ...]  # of the tensor's axes
-    tile: tuple[int, ...]  # its sizes along them
+    order: tuple[int, ...]  # the tensor's axes, in the descriptor's order
+    tile: tuple[int, ...]  # the tile's size along each of them
 
 
 class DescriptorTemplate:
-    """What tensor descriptors say of every tensor like that of `TmaTile`."""
+    """The fields, all but the address, of descriptors of tensors like that of a `TmaTile`."""
 
     __slots__ = ("fields", "shape", "strides", "type")
 
@@ -51,38 +51,39 @@ class DescriptorTemplate:
         }  # fmt: skip
 
     def of(self, tensor: torch.Tensor) -> Any:
-        """Triton's descriptor of a tensor."""
+        """Returns Triton's descriptor of a tensor."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        descriptor = object.__new__(TensorDescriptor)  # its constructor would check again what the plan settled
+        descriptor = object.__new__(TensorDescriptor)  # its constructor would repeat the plan's checks
         descriptor.__dict__.update(self.fields, base=tensor)
         return descriptor
 
 
 def encode_strides(shape: Sequence[int], strides: Sequence[int], element_size: int) -> tuple[int, ...] | None:
-    """Strides, in elements, that a tensor descriptor holds for such a tensor; None if there can be no descriptor.
+    """Returns the strides, in elements, of a tensor's descriptor; None if there can be no descriptor.
 
-    The driver refuses a descriptor unless
+    The driver accepts a descriptor if
 
-    - the address is a multiple of 16 bytes, see `are_aligned`: plans serve many addresses;
+    - the address is a multiple of 16 bytes, which `are_aligned` checks, since a plan is used with many addresses;
     - sizes are 1 to 2³²;
-    - features, on the last axis, are adjacent: their stride is not encoded;
-    - the other strides are multiples of 16 bytes, and less than 2⁴⁰ bytes. Those of axes of size one are encoded
-      too. They are never taken, so they may be anything, and one that the driver accepts stands for them here;
-    - a box has 1 to 256 elements along each axis, and a multiple of 16 bytes along the last: kernels have such.
+    - the features, on the last axis, are adjacent: their stride is not encoded;
+    - the other strides are multiples of 16 bytes and less than 2⁴⁰ bytes. The stride of an axis of size one is
+      never used, so any that the driver accepts is encoded for it;
+    - a tile has 1 to 256 elements along each axis, and a multiple of 16 bytes along the last, as all tiles of the
+      kernels have.
 
-    A stride of zero along an axis that has more than one element is refused here.
+    A stride of zero along an axis of more than one element is not accepted here.
     """
-    if not all(0 < size <= _MOST_SIZE for size in shape):
+    if not all(0 < size <= _MAX_SIZE for size in shape):
         return None
     encoded = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides[:-1])]
-    if not all(0 < s * element_size < _MOST_BYTES and s * element_size % ALIGNMENT == 0 for s in encoded):
+    if not all(0 < s * element_size < _MAX_STRIDE_BYTES and s * element_size % ALIGNMENT == 0 for s in encoded):
         return None
     return (*encoded, 1) if shape[-1] == 1 or strides[-1] == 1 else None
 
 
 def are_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether the addresses of tensors are aligned for tensor descriptors."""
+    """True if the addresses of all tensors are aligned for tensor descriptors."""
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
@@ -90,10 +91,10 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def supports_tma(tensor: torch.Tensor) -> bool:
-    """Whether there can be a descriptor of a tensor and of each entry of it, apart from addresses.
+    """True if a tensor and each of its batch entries can have a descriptor, if their addresses are aligned.
 
-    So where entries lie at other distances than multiples of 16 bytes, a single one has none either, and takes the
-    kernels that its batch takes, which give the same bits. See `encode_strides`.
+    A tensor whose batch stride is no multiple of 16 bytes is not supported even if it has one entry: an entry runs
+    on the same kernels, and has the same bits, alone and in a batch.
     """
     entries_aligned = tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
     return entries_aligned and encode_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None

@@ -116,7 +116,7 @@ class Function:
         axes: Callable[[Any, Any], Axes] | None = None,
         check_values: Callable[[str, Any], None] | None = None,
     ) -> None:
-        """Makes a public function.
+        """Make a public function.
 
         Args:
             name: The function's name, for errors.
@@ -133,7 +133,7 @@ class Function:
         ALL_PLANS.append(self.plans)
 
     def __call__(self, backend: str, tensors: Tensors, options: Options, number: Any = 0) -> Any:
-        """Runs a call.
+        """Run a call.
 
         Args:
             backend: ``auto``, ``triton`` or ``torch``.
@@ -234,7 +234,7 @@ class _OperatorCall(NamedTuple):
 def apply(
     operator: CustomOperator, tensors: Tensors, number: int, options: Any, plans: Plans | None = None
 ) -> Tensors:
-    """Runs an operator on kernels, with its gradient, by the shortest path that the call allows.
+    """Run an operator on kernels, with its gradient, by the shortest path that the call allows.
 
     Args:
         operator: The operator.
@@ -543,7 +543,7 @@ class LazyModule:
     """A module of kernels and launches that is imported when it is first used, since that imports Triton."""
 
     def __init__(self, name: str, package: str | None = None) -> None:
-        """Takes the arguments of `importlib.import_module`."""
+        """Take the arguments of `importlib.import_module`."""
         self._name = resolve_name(name, package)
 
     def __getattr__(self, attribute: str) -> Any:

@@ -1,10 +1,10 @@
-"""Triton's entry into a compiled kernel, without what it does anew on every call.
+"""The entry into a compiled kernel: Triton's launcher, without the work that it repeats on every call.
 
-A compiled kernel's launcher is Python around a function in C. It looks whether there is scratch memory to allocate,
-and encodes every tensor descriptor among the arguments, 3 µs each, whether or not it has done so before. The
-function in C is no public interface. What Triton's launcher hands to it is looked up for each kernel, and the
-function is called directly only if that is a launch's own values beside others that stay the same. All other
-kernels are launched in the public way, ``compiled[grid](*arguments)``.
+A compiled kernel's launcher is Python around a function in C. On every call it checks for scratch memory, and
+encodes every tensor descriptor among the arguments, 3 µs each. The function in C is no public interface. So this
+module runs the launcher of each kernel once, to see which arguments it passes on. It calls the function directly
+only if those are the launch's own values beside others that never change. All other kernels are launched in the
+public way, ``compiled[grid](*arguments)``.
 """
 
 from __future__ import annotations
@@ -18,93 +18,93 @@ from typing import Any, NamedTuple
 
 
 class KernelEntry(NamedTuple):
-    """How to launch a compiled variant."""
+    """The functions that launch a compiled kernel."""
 
     enqueue: Callable[[int, int, list[Any]], None]
-    """Called with programs, a stream, and all of the kernel's arguments: addresses are integers, and tensor
-    descriptors encoded or as they are. The stream is the current one."""
+    """Launches the kernel, given the number of programs, the current stream, and all arguments. Pointers are given
+    as integers, tensor descriptors encoded by ``encode``, or as they are where that is None."""
     encode: tuple[Callable[[Any], list[Any]], ...] | None = None
-    """What encodes each tensor descriptor; ``None`` where the kernel takes them as they are. The result holds an
-    address, sizes and strides, and serves any tensor that has the same."""
+    """Encodes each tensor descriptor, as a list of an address, sizes and strides. The result can be used again for
+    any tensor with the same. None where the kernel takes descriptors as they are."""
 
 
 def find_entry(compiled: Any, descriptors: Sequence[Any] = ()) -> KernelEntry:
-    """The entry of a compiled variant.
+    """Returns the entry of a compiled kernel.
 
     Args:
-        compiled: The variant, loaded onto its device.
-        descriptors: Tensor descriptors that it was launched with; what encodes them is tried on these.
+        compiled: The kernel, loaded onto its device.
+        descriptors: Tensor descriptors of a launch, to test the encoding on.
     """
     entry = _find_entry(compiled)
     if entry.encode is None:
         return entry
-    with contextlib.suppress(Exception):  # of a version of Triton with other insides
+    with contextlib.suppress(Exception):  # from a version of Triton that is built differently
         if all(make(d)[1:] == [*d.shape, *d.strides] for make, d in zip(entry.encode, descriptors, strict=True)):
             return entry
-    return _public_entry(compiled)
+    return _make_public_entry(compiled)
 
 
-@functools.cache  # and so the variant is never unloaded
+@functools.cache  # and so the kernel is never unloaded
 def _find_entry(compiled: Any) -> KernelEntry:
     direct = None
-    with contextlib.suppress(Exception):  # of a version of Triton with other insides
-        direct = _direct_entry(compiled)
-    return direct or _public_entry(compiled)
+    with contextlib.suppress(Exception):  # from a version of Triton that is built differently
+        direct = _make_direct_entry(compiled)
+    return direct or _make_public_entry(compiled)
 
 
 def build_launcher(compiled: Any) -> None:
-    """Have the launcher of a compiled variant in Triton's cache, where the C compiler makes one for each (3.6)."""
-    with contextlib.suppress(Exception):  # of a version of Triton with other insides, or without a driver
+    """Put the launcher of a compiled kernel into Triton's cache, where a C compiler builds one for each (3.6)."""
+    with contextlib.suppress(Exception):  # from a version of Triton that is built differently, or has no driver
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(compiled.src, compiled.metadata)
 
 
-def _public_entry(compiled: Any) -> KernelEntry:
-    def publicly(programs: int, stream: int, arguments: list[Any]) -> None:
+def _make_public_entry(compiled: Any) -> KernelEntry:
+    def launch_publicly(programs: int, stream: int, arguments: list[Any]) -> None:
         compiled[(programs, 1, 1)](*arguments)
 
-    return KernelEntry(publicly)
+    return KernelEntry(launch_publicly)
 
 
-def _direct_entry(compiled: Any) -> KernelEntry | None:
-    """The entry past the launcher, for kernels without scratch memory, if the launcher is built as expected."""
+def _make_direct_entry(compiled: Any) -> KernelEntry | None:
+    """Returns an entry that calls the function in C, or None for a kernel or launcher that does not allow it."""
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size:
         return None
     launch, encode = run.launch, None
     if inspect.isfunction(launch):  # it encodes descriptors, and then calls the function in C
-        encode = _encoders(launch)
+        encode = _find_encoders(launch)
         if encode is None:
             return None
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    handed, again = _handed_over(compiled), _handed_over(compiled)
-    if handed is None or handed != again:
+    probed, again = _probe_launcher(compiled), _probe_launcher(compiled)
+    if probed is None or probed != again:
         return None
-    middle, are_together = handed
+    middle, as_tuple = probed
 
-    def directly(programs: int, stream: int, arguments: list[Any]) -> None:
+    def launch_flat(programs: int, stream: int, arguments: list[Any]) -> None:
         launch(programs, 1, 1, stream, *middle, *arguments)
 
-    def together(programs: int, stream: int, arguments: list[Any]) -> None:
+    def launch_tuple(programs: int, stream: int, arguments: list[Any]) -> None:
         launch(programs, 1, 1, stream, *middle, arguments)
 
-    return KernelEntry(together if are_together else directly, encode)
+    return KernelEntry(launch_tuple if as_tuple else launch_flat, encode)
 
 
-def _handed_over(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
-    """What the launcher hands over between the stream and a kernel's arguments, and whether those are one tuple.
+def _probe_launcher(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
+    """Returns what the launcher passes between the stream and the arguments, and if the arguments are one tuple.
 
-    A copy of the launcher is run with marks, and with something that keeps its arguments in the place of the
-    function in C. ``None`` if the marks are not found as they were given: then it does more than to pass them on.
+    A copy of the launcher runs on marks instead of arguments, with a function that records its arguments in the
+    place of the function in C. None if the marks do not arrive as given: this launcher changes its arguments.
     """
-    taken: list[tuple[Any, ...]] = []
+    recorded: list[tuple[Any, ...]] = []
     probe = copy.copy(compiled.run)
-    probe.launch = lambda *arguments: taken.append(arguments)
+    probe.launch = lambda *arguments: recorded.append(arguments)
     programs, stream, *marks = (object() for _ in range(4))
     # None: launch metadata and hooks, for Triton's profiler, which reads them from its own launcher.
     probe(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks)
-    (found,) = taken
+    (found,) = recorded
     if found[:4] != (programs, 1, 1, stream):
         return None
     if found[-1] == tuple(marks):
@@ -114,8 +114,8 @@ def _handed_over(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
     return None
 
 
-def _encoders(launch: Any) -> tuple[Callable[[Any], list[Any]], ...] | None:
-    """What encodes each descriptor of a kernel; ``None`` if descriptors were lowered to pointers."""
+def _find_encoders(launch: Any) -> tuple[Callable[[Any], list[Any]], ...] | None:
+    """Returns the encoder of each descriptor of a kernel; None if descriptors were lowered to pointers."""
     around = inspect.getclosurevars(launch).nonlocals
     known = around["tensordesc_meta"]  # what the kernel expects of each descriptor
     if not known or not all(known):

@@ -1,4 +1,4 @@
-"""What a GPU is."""
+"""The compute capability of a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """Compute capability of a GPU of NVIDIA, times ten; 0 for a GPU of AMD, whose numbers mean something else."""
+    """Returns the compute capability of a GPU of NVIDIA, times ten; 0 for a GPU of AMD."""
     if torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)

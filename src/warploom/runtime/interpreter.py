@@ -1,14 +1,13 @@
-"""Triton's interpreter, made to compute as a GPU does.
+"""Repairs of Triton's interpreter, so that it computes as a GPU does.
 
-Imported where kernels run in it (``TRITON_INTERPRET=1``). In some versions of Triton
+Imported where kernels run in the interpreter (``TRITON_INTERPRET=1``). In some versions of Triton
 
-- its fused product and sum rounds the product as well, and then every error-free transformation loses what it is
-  written for;
-- what it makes bfloat16 it cuts off;
-- a comparison of scalars keeps their type instead of becoming a truth value, and is no mask once it is broadcast;
-- a number that a kernel computed is no bound of a loop, with recent versions of NumPy.
+- a fused multiply-add rounds the product too, and error-free transformations are no longer exact;
+- a cast to bfloat16 truncates instead of rounding to nearest;
+- a comparison of scalars has their type instead of int1, and cannot be broadcast to a mask;
+- with recent versions of NumPy, a number that a kernel computed cannot be the bound of a loop.
 
-Each is mended where it is found wrong. A version whose interpreter is built otherwise is left as it is.
+Each is tested for and repaired. A version whose interpreter is built differently is left as it is.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _Handle = interpreter.TensorHandle
 
 
 def repair() -> list[str]:
-    """Mend what the interpreter of this version of Triton does wrong, and name it."""
-    mended = []
+    """Repair the faults of this version's interpreter. Returns the names of the repairs."""
+    repaired = []
     for is_right, mend in _REPAIRS:
         try:
             right = is_right()
-        except (AttributeError, TypeError, ValueError):  # other insides
+        except (AttributeError, TypeError, ValueError):  # built differently
             continue
         if not right:
             mend()
-            mended.append(mend.__name__.strip("_"))
-    return mended
+            repaired.append(mend.__name__.strip("_"))
+    return repaired
 
 
 def _floats(*values: float) -> Any:
@@ -121,11 +120,11 @@ _REPAIRS = (
 
 
 def widen_declared(kind: Any, value: Any) -> Any:
-    """A kernel's argument, 64 bits wide where ``kind``, from `parameters_of`, says so.
+    """Returns a kernel's argument, with 64 bits where its declared kind (`parameters_of`) says so.
 
-    The interpreter makes integers 32 bits wide where their values allow it, and then a product of one overflows.
+    The interpreter gives an integer 32 bits if its value fits, and products of it may then overflow.
     """
-    if value is None:  # of any kind: what a call has not
+    if value is None:  # an optional argument that the call does not have
         return None
     if isinstance(kind, tuple):
         return type(kind)(*map(widen_declared, kind, value))

@@ -1,11 +1,13 @@
-"""From a Triton kernel and named arguments to the GPU.
+"""The launch of a Triton kernel with named arguments.
 
-Triton's own launcher re-examines every argument on every call, which costs more than a small kernel runs. `Launch`
-settles once, when a call is planned, where each argument belongs; a later call brings the addresses of its tensors,
-and a number or two. A compiled kernel depends on the dtype of each pointer, on whether all are aligned (those of
-integers, and the others), and on the compile-time constants. Numbers are no part of it: kernels declare their type,
-so a new length, offset, stride, scale or batch compiles nothing. (A stride's divisibility, which vector loads need,
-is a constant: strides travel divided by it.)
+Triton's own launcher examines every argument on every call, which takes longer than a small kernel runs. A `Launch`
+resolves its arguments once, when a call is planned. A later call only fills in the addresses of its tensors, and a
+number or two.
+
+A compiled kernel depends on the dtype of each pointer, on whether all pointers are aligned (those of integers, and
+the others), and on the compile-time constants. It does not depend on numbers, whose types kernels declare: a new
+length, offset, stride, scale or batch compiles nothing. (Vector loads need to know by what a stride is divisible.
+That is a compile-time constant, and the stride is passed divided by it.)
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ __all__ = [
 ]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which takes CPU tensors."""
+"""True if kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), on CPU tensors."""
 
 if INTERPRETED:
     from warploom.runtime.interpreter import repair, widen_declared
 
     repair()
 
-MOST_ADDRESSES = 256
-"""Encodings of tensor descriptors kept at once for one parameter of a launch."""
+MAX_ADDRESSES = 256
+"""The most encoded tensor descriptors that are kept for one parameter of a launch."""
 
-_NOWHERE = -2  # neither a GPU nor, as -1, the CPU
+_NO_DEVICE = -2  # neither a GPU nor the CPU, which is -1
 _thread = threading.local()  # ``has_context`` where the driver knows it
 _compiled: dict[tuple[Any, ...], Any] = {}  # by device and build, for all launches
 _recorded: dict[tuple[Any, ...], Build] | None = None
@@ -68,7 +70,7 @@ _recorded_arch, _recorded_multiprocessors = 90, 1
 
 
 class Dense(NamedTuple):
-    """A tensor without gaps that a call allocates."""
+    """The shape, strides and dtype of a tensor without gaps, which a call allocates."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -76,22 +78,22 @@ class Dense(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Dense:
-        """One laid out like a tensor."""
+        """Returns the layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @classmethod
     def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
-        """One of at least one axis, the last of which moves fastest, and the one before it next."""
+        """Returns the row-major layout of a shape of at least one axis."""
         strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
         return cls(shape, tuple(strides)[::-1], dtype)
 
     @property
     def order(self) -> list[int]:
-        """Its axes from the slowest to the fastest in memory."""
+        """The axes from the slowest to the fastest in memory."""
         return sorted(range(len(self.shape)), key=lambda axis: -self.stride[axis])
 
     def empty(self, near: torch.Tensor) -> torch.Tensor:
-        """Allocate it, uninitialised, on the device of another tensor."""
+        """Returns an uninitialised tensor on the device of another."""
         device = near.get_device()  # negative for a CPU
         if _empty_cuda is None or device < 0 or device != _current_device() or _deterministic():
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=near.device)
@@ -99,46 +101,51 @@ class Dense(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """How a call fills in the arguments of a compiled variant.
+    """A compiled kernel, and the arguments of it that a call fills in.
 
-    An index says where the call has a value, a place where the kernel has it.
+    An index is the position of a value in the call, a place its position among the kernel's arguments.
     """
 
     entry: KernelEntry
     arguments: list[Any]
-    pointers: tuple[tuple[int, int, int], ...]  # index, place, and the bits that an address must not have
-    numbers: tuple[tuple[int, int], ...]  # index, place
+    """All arguments of the kernel, with None where the call fills one in."""
+    pointers: tuple[tuple[int, int, int], ...]
+    """Index, place, and the bits that must be 0 in the address."""
+    numbers: tuple[tuple[int, int], ...]
+    """Index and place."""
     described: tuple[tuple[int, int, DescriptorTemplate, Any, dict[int, Any]], ...]
-    """Index, place, what encodes it (None: Triton's launcher does), and encodings by address."""
+    """Index, place, template, encoder (None where Triton's launcher encodes), and encodings by address."""
 
 
 class Launch:
-    """A launch of which everything is settled but what each call brings.
+    """A kernel with all arguments but those that change from call to call.
 
-    Made once for a call's shapes, strides, dtypes and options, and kept by the operator for calls like it
-    (`warploom.runtime.plans`): what such a call then costs the host is Triton's own entry point, and little else.
+    It is made once for a call's shapes, strides, dtypes and options, and kept for calls like it
+    (`warploom.runtime.plans`). Calling it then costs the host little more than Triton's entry into the kernel.
 
         launch = Launch(kernel, programs, takes=("x", "out", "offset"), tokens=5, tile=Tile(64, 128), KIND="cosine")
         launch(x, out, 7)
 
     Args:
-        kernel: A kernel in Triton or Gluon. It annotates numbers with their types (``tl.int32``), groups of numbers
-            with a NamedTuple that does so, and compile-time constants, NamedTuples of them included, as such.
-        programs: How many there are, in a grid of one dimension. With none, calls do nothing.
-        takes: Names of the parameters that every call brings, in its order: tensors and numbers. The first is a
-            tensor, on the launch's device. A tensor may be None, in every call or in none.
-        num_warps: Of a program.
-        num_stages: Of the loops that Triton pipelines.
+        kernel: A kernel in Triton or Gluon. It annotates numbers with their types (``tl.int32``), a group of
+            numbers with a NamedTuple that does so, and compile-time constants with ``tl.constexpr``, alone or in a
+            NamedTuple.
+        programs: The number of programs, in a grid of one dimension. With 0, calls do nothing.
+        takes: Names of the parameters that a call passes, in its order: tensors and numbers. The first is a tensor
+            on the launch's device. A tensor may be None, in every call or in none.
+        num_warps: Warps of a program.
+        num_stages: Stages of the loops that Triton pipelines.
         pdl: Programmatic dependent launch, while the launch before it on the stream still runs; see `has_pdl`.
-        registers: Of a thread, at most.
-        cooperative: Launch only if all programs run at once, which those that wait for each other need.
-        unaligned: Names of tensors that may be anywhere: kernels know nothing of their addresses, nor does it count
-            for what they know of others.
-        arguments: All other parameters by name. A group of numbers may be None, which is a constant then. `TmaTile`
-            stand for a tensor descriptor, whose tensor calls bring.
+        registers: The most registers of a thread.
+        cooperative: Launch only if all programs run at once, for programs that wait for each other.
+        unaligned: Names of tensors that need not be aligned. The kernel is compiled without a word on their
+            addresses, and they do not count for the alignment of the others.
+        arguments: All other parameters by name. A group of numbers may be None, which is a constant then. A
+            `TmaTile` is a tensor descriptor, whose tensor a call passes.
 
-    Encoding a descriptor takes longer than a launch, and the allocator returns to the same addresses: encodings are
-    kept by address. One holds an address, sizes and strides, so whatever lies there now is described by it.
+    Encoding a descriptor takes longer than a launch, and the allocator returns the same addresses again. So
+    encodings are kept by address. An encoding holds only address, sizes and strides, and is right for any tensor
+    there.
     """
 
     __slots__ = (
@@ -170,7 +177,7 @@ class Launch:
         **arguments: Any,
     ) -> None:
         self.kernel, self.programs, self.takes = kernel, programs, tuple(takes)
-        # Interpreted kernels do not say.
+        # Interpreted kernels lack this attribute.
         self.unaligned = {*unaligned, *getattr(kernel, "do_not_specialize_on_alignment", ())}
         self.options = {"num_warps": num_warps}
         if not _is_gluon(kernel):
@@ -185,8 +192,8 @@ class Launch:
         self.arguments = {name: x for name, x in arguments.items() if name not in self.descriptions}
         self._check()
         self.variants: dict[tuple[Any, ...], _Variant] = {}  # by device, dtypes and alignment
-        self.variant: Any = None  # that for aligned addresses on the last device
-        self.device = _NOWHERE
+        self.variant: Any = None  # the variant for aligned addresses on the last device
+        self.device = _NO_DEVICE
 
     def _check(self) -> None:
         parameters = parameters_of(self.kernel)
@@ -214,14 +221,14 @@ class Launch:
                 raise TypeError(f"{self.kernel.__name__} {problem} {', '.join(sorted(names))}")
 
     def __call__(self, *given: Any) -> None:
-        """Launch on tensors of the dtypes, shapes and strides that this launch was made for."""
+        """Launch on tensors of the dtypes, shapes and strides of this plan."""
         device = given[0].get_device()
         known = device == self.device and device == _current_device() and _recorded is None
         if not (known and self._enqueue(self.variant, device, given)):
             self._launch(device, given)
 
     def _enqueue(self, variant: _Variant, device: int, given: tuple[Any, ...]) -> bool:
-        """Launch a variant, unless it is not for such addresses."""
+        """Launch a variant, and return True; return False if the addresses are not aligned as it needs."""
         entry, arguments, pointers, numbers, described = variant
         arguments = arguments.copy()
         bits = 0
@@ -236,26 +243,26 @@ class Launch:
         for index, place, description, encode, known in described:
             tensor = given[index]
             encoded = known.get(tensor.data_ptr())
-            arguments[place] = _encoded(description, encode, known, tensor) if encoded is None else encoded
+            arguments[place] = _encode(description, encode, known, tensor) if encoded is None else encoded
         entry.enqueue(self.programs, _current_stream(device), arguments)
         return True
 
     def _launch(self, device: int, given: tuple[Any, ...]) -> None:
-        """Launch on tensors wherever they are, and know how to for calls like this one."""
+        """Launch on tensors on any device, and keep the variant for calls like this one."""
         if self.programs == 0:
             return
         if _recorded is not None:
-            build = self._build(given)
+            build = self._make_build(given)
             _recorded.setdefault(build.key, build)
         elif INTERPRETED and device < 0:
             self._interpret(given)
         else:
-            aligned = self._aligned(given)
+            aligned = self._check_alignment(given)
             key = device, aligned, *(x.dtype if isinstance(x, torch.Tensor) else None for x in given)
             with contextlib.nullcontext() if device == _current_device() else torch.cuda.device(device):
                 variant = self.variants.get(key)
                 if variant is None:
-                    variant = self.variants[key] = self._variant(device, given)
+                    variant = self.variants[key] = self._make_variant(device, given)
                 if all(aligned):
                     self.variant, self.device = variant, device
                 self._enqueue(variant, device, given)
@@ -265,10 +272,10 @@ class Launch:
         arguments = [widen_declared(kind, values[n]) for n, kind in parameters_of(self.kernel).items()]
         self.kernel[(self.programs,)](*arguments, **self.options)
 
-    def _aligned(self, given: tuple[Any, ...]) -> tuple[bool, bool]:
-        """Whether all tensors whose alignment counts are aligned: those of integers, and all others.
+    def _check_alignment(self, given: tuple[Any, ...]) -> tuple[bool, bool]:
+        """Returns if all tensors of integers are aligned, and if all others are.
 
-        A variant for each tensor's own alignment would be one of hundreds.
+        Variants for the alignment of each single tensor would be hundreds.
         """
         bits = [0, 0]
         for name, value in zip(self.takes, given, strict=True):
@@ -276,9 +283,9 @@ class Launch:
                 bits[value.is_floating_point()] |= value.data_ptr()
         return bits[False] % ALIGNMENT == 0, bits[True] % ALIGNMENT == 0
 
-    def _build(self, given: tuple[Any, ...]) -> Build:
+    def _make_build(self, given: tuple[Any, ...]) -> Build:
         values = {**self.arguments, **dict(zip(self.takes, given, strict=True))}
-        aligned = self._aligned(given)
+        aligned = self._check_alignment(given)
         signature: dict[str, Any] = {}
         constexprs: dict[str, Any] = {}
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -297,13 +304,13 @@ class Launch:
                     attrs[(index,)] = [["tt.divisibility", ALIGNMENT]]
         return Build(self.kernel, signature, constexprs, attrs, self.options)
 
-    def _variant(self, device: int, given: tuple[Any, ...]) -> _Variant:
-        """The variant for tensors like these, compiled now if no launch has had it compiled before."""
-        build, brought = self._build(given), dict(zip(self.takes, given))
+    def _make_variant(self, device: int, given: tuple[Any, ...]) -> _Variant:
+        """Returns the variant for tensors like these, compiled now if no launch has compiled it before."""
+        build, passed = self._make_build(given), dict(zip(self.takes, given))
         key = (device, *build.key)
         if key not in _compiled:
             _compiled[key] = build.compile()
-        descriptors = {name: each.of(brought[name]) for name, each in self.descriptions.items()}
+        descriptors = {name: each.of(passed[name]) for name, each in self.descriptions.items()}
         entry = find_entry(_compiled[key], [descriptors[name] for name in build.signature if name in descriptors])
         encoders = iter(entry.encode or ())
         arguments: list[Any] = []
@@ -313,7 +320,7 @@ class Launch:
             place = len(arguments)
             if kind == CONSTANT:
                 continue
-            if name not in brought:
+            if name not in passed:
                 arguments += [value for _, value in flatten_argument(kind, self.arguments[name])]
                 continue
             index = self.takes.index(name)
@@ -333,15 +340,15 @@ def _is_gluon(kernel: Any) -> bool:
     return hasattr(kernel, "is_gluon") and bool(kernel.is_gluon())
 
 
-def _encoded(description: DescriptorTemplate, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
-    """What stands for a described tensor among the arguments; its sizes and strides are there already."""
+def _encode(description: DescriptorTemplate, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
+    """Returns the argument for a tensor's descriptor, to go before its sizes and strides, and keep it."""
     descriptor = description.of(tensor)
     if encode is None:
         return descriptor
-    if len(known) >= MOST_ADDRESSES:
+    if len(known) >= MAX_ADDRESSES:
         known.clear()
     if tensor.is_cuda and not hasattr(_thread, "has_context"):
-        torch.cuda.mem_get_info()  # the driver encodes nothing for a thread that has not used the GPU
+        torch.cuda.mem_get_info()  # the driver encodes nothing in a thread that has not used the GPU
         _thread.has_context = True
     known[tensor.data_ptr()] = encoded = encode(descriptor)[0]
     return encoded
@@ -349,11 +356,11 @@ def _encoded(description: DescriptorTemplate, encode: Any, known: dict[int, Any]
 
 @contextlib.contextmanager
 def recording(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tuple[Any, ...], Build]]:
-    """Collect what would be compiled for a GPU instead of launching it: no GPU needed, nothing is written.
+    """Record the builds that launches would compile for a GPU, and launch nothing. It needs no GPU.
 
     Args:
         arch: The GPU's compute capability, times ten.
-        multiprocessors: How many it has, which some plans depend on.
+        multiprocessors: The number of its multiprocessors, on which some plans depend.
     """
     global _recorded, _recorded_arch, _recorded_multiprocessors
     if INTERPRETED:
@@ -367,26 +374,26 @@ def recording(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tuple[A
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded now, and not made."""
+    """True while launches are recorded instead of made."""
     return _recorded is not None
 
 
 def runs_on_cpu() -> bool:
-    """Whether kernels accept CPU tensors now: in the interpreter, or while builds are being recorded."""
+    """True while kernels accept CPU tensors: in the interpreter, or while builds are recorded."""
     return INTERPRETED or _recorded is not None
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; for a CPU those of `recording`. A `ValueError` for "meta"."""
+    """Returns the number of a GPU's multiprocessors; for a CPU that of `recording`. Raises as `architecture`."""
     return _multiprocessors(device) if _is_gpu(device) else _recorded_multiprocessors
 
 
 def has_pdl(device: torch.device) -> bool:
-    """Whether a GPU has programmatic dependent launch: Hopper and later.
+    """True if a GPU has programmatic dependent launch (PDL): Hopper and later.
 
-    A kernel launched with it is put in place while the launch before it on the stream still runs. It waits for that
-    launch itself (``gdc_wait``) before it touches memory, which is cheaper than the pause between two launches. One
-    that does not wait follows a launch of our own, and no allocation: memory may be filled there, by a launch too.
+    A kernel launched with PDL is set up while the launch before it on the stream still runs. It waits for that
+    launch itself (``gdc_wait``) before it accesses memory, which is cheaper than the pause between two launches. A
+    kernel that does not wait must follow a launch of ours without an allocation between, which may launch a fill.
     """
     return architecture(device) >= 90 and not INTERPRETED
 
@@ -397,16 +404,16 @@ SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; of a GPU that is not known the least."""
+    """Returns the bytes of shared memory that a program may use; for an unknown GPU the least of all."""
     return 1024 * SHARED_MEMORY.get(architecture(device), min(SHARED_MEMORY.values()))
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU, times ten (0 for one of AMD); for a CPU that of the builds being recorded.
+    """Returns a GPU's compute capability, times ten (0 for one of AMD); for a CPU that of `recording`.
 
     Raises:
-        ValueError: for the device "meta". Tensors without memory stand for others in plans, and what runs on which
-            GPU must be decided by the others.
+        ValueError: The device is "meta". Plans use meta tensors for layouts, and must ask for the GPU by the
+            tensors of the call.
     """
     return capability(device) if _is_gpu(device) else _recorded_arch
 

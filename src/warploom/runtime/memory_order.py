@@ -1,4 +1,4 @@
-"""Memory order: which axis of a tensor moves fastest. Outputs keep that of the input."""
+"""Memory order: the order of a tensor's axes in memory. Outputs keep that of the input."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
-    """Axes from the slowest to the fastest in memory, as `torch.empty_like` orders them.
+    """Returns the axes from the slowest to the fastest in memory, as `torch.empty_like` orders them.
 
-    An axis of size one, or expanded to stride zero, has no place of its own in memory and stays where it is
-    among the others. The sort uses comparisons alone, which `torch.compile` can follow where strides are symbols.
+    An axis of size one or stride zero has no order in memory, and keeps its position among the others. The sort
+    only compares strides, which `torch.compile` supports for symbols too.
     """
     order = list(range(x.dim()))
     if x.is_contiguous():
@@ -32,12 +32,12 @@ def memory_order(x: torch.Tensor) -> list[int]:
     return order
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def _invert(order: Sequence[int]) -> list[int]:
     return [order.index(axis) for axis in range(len(order))]
 
 
 def empty_in_order_of(x: torch.Tensor, features: int) -> torch.Tensor:
-    """Uninitialised ``(*x.shape[:-1], features)``, dense, its axes in memory in the order of those of ``x``."""
+    """Returns an uninitialised dense tensor ``(*x.shape[:-1], features)`` in the memory order of ``x``."""
     shape = (*x.shape[:-1], features)
     if x.is_contiguous():
         return x.new_empty(shape)
@@ -45,25 +45,25 @@ def empty_in_order_of(x: torch.Tensor, features: int) -> torch.Tensor:
 
 
 def empty_in_order(near: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Uninitialised and dense, its axes in memory in an order from `memory_order`; dtype and device of ``near``."""
-    return near.new_empty([shape[axis] for axis in order]).permute(_inverse(order))
+    """Returns an uninitialised dense tensor in an order from `memory_order`, like ``near``."""
+    return near.new_empty([shape[axis] for axis in order]).permute(_invert(order))
 
 
 def layout_of(x: torch.Tensor, features: int) -> torch.Tensor:
-    """What `empty_in_order_of` returns, without memory: for plans."""
+    """Returns the result of `empty_in_order_of` as a meta tensor, for plans."""
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return empty_in_order_of(like, features)
 
 
 def reorder_like(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` with the strides of `empty_in_order_of`: its axes in memory in the order of those of ``x``."""
+    """Returns ``out`` as a dense tensor in the memory order of ``x``; a copy if it has other strides."""
     if x.is_contiguous():
         return make_dense(out)
     order = memory_order(x)
-    return make_dense(out.permute(order)).permute(_inverse(order))
+    return make_dense(out.permute(order)).permute(_invert(order))
 
 
 def make_dense(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the strides of a new tensor of its shape, along axes of size one too; a copy if it has others."""
+    """Returns ``x`` with the strides of a new tensor of its shape, also along axes of size one; else a copy."""
     strides = itertools.accumulate((max(n, 1) for n in reversed(x.shape[1:])), operator.mul, initial=1)
     return x if x.stride() == tuple(strides)[::-1] else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What PyTorch does around a call: what watches it, how its operations are counted, and a batching rule."""
+"""The state of PyTorch around a call: tracers, modes and transforms, counters of operations, and ``vmap``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def is_watched() -> bool:
-    """Whether something watches calls that `warploom.runtime.plans.make_guard` does not notice."""
+    """True if a tracer, function mode or forward-mode derivative is active, which guards do not notice."""
     return _is_traced_by_dynamo() or _function_modes() > 0 or forward_ad._current_level >= 0
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """Whether nothing watches a call on these tensors, and they hold in memory what they mean.
+    """True if a call on these tensors may launch its kernels without PyTorch's dispatcher.
 
-    No compiler or tracer, tensor subclass, mode, meta tensor, function transform or forward-mode derivative, no
-    sparse or nested tensor, and none whose sign is yet to be changed: only then may a call go to its launchers
-    without the dispatcher, which sees to all of these.
+    That is so without a compiler or tracer, tensor subclass, mode, meta tensor, function transform or forward-mode
+    derivative, and if no tensor is sparse, nested or lazily negated. The dispatcher takes care of all of these.
     """
     if _is_compiling() or _is_traced_by_jit():
         return False
@@ -49,16 +48,16 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
 
 
 def holds_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its numbers in memory, and may be asked for them: it is not fake, traced or wrapped."""
+    """True if a tensor has values in memory that may be read: it is not fake, traced or wrapped."""
     if type(tensor) not in _PLAIN or tensor.is_meta or _is_compiling() or _is_traced_by_jit():
         return False
     return not (_transforms() and _is_wrapped(tensor))
 
 
 def is_plain_backward(*gradients: torch.Tensor) -> bool:
-    """Whether a backward that was handed these gradients may go to its launchers without the dispatcher.
+    """True if a backward with these incoming gradients may launch its kernels without PyTorch's dispatcher.
 
-    Not where someone wants a graph of it, nor where autograd runs it for many gradients at once.
+    It may not if the backward is differentiated itself, or if autograd runs it for a batch of gradients.
     """
     if torch.is_grad_enabled() or is_watched() or _dispatch_modes() or _transforms():
         return False
@@ -71,7 +70,7 @@ def is_plain_backward(*gradients: torch.Tensor) -> bool:
 
 
 def read_bounds(*cu_seqlens: torch.Tensor | None) -> tuple[Any, ...]:
-    """Bounds of packed sequences as ints, where all may be read without harm, and otherwise as they are."""
+    """Returns bounds of packed sequences as lists of ints if all may be read, and otherwise as they are."""
     for each in cu_seqlens:
         if each is None:
             continue
@@ -83,11 +82,11 @@ def read_bounds(*cu_seqlens: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether a gradient of a tensor may be asked for later, at any level of `torch.func`'s transforms."""
+    """True if a gradient of a tensor may be asked for, at any level of `torch.func`'s transforms."""
     if not torch.is_grad_enabled():
         return False
     if _transforms():
-        if _is_compiling():  # cannot look through what a transform has wrapped
+        if _is_compiling():  # traced code cannot unwrap a tensor
             return True
         while not tensor.requires_grad and _is_wrapped(tensor):
             tensor = _unwrapped(tensor)
@@ -95,11 +94,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def count_flops(operator: Any, flops: Callable[..., int]) -> None:
-    """Let `torch.utils.flop_counter.FlopCounterMode` count an operator, in counters at work too."""
+    """Let `torch.utils.flop_counter.FlopCounterMode` count an operator, in active counters too."""
     from torch.utils.flop_counter import register_flop_formula  # imports Triton
 
     formula: Any = register_flop_formula(operator, get_raw=True)(flops)
-    # A counter made before has a copy of all formulas.
+    # An active counter has a copy of the formulas.
     for mode in dispatch_modes():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(registry, dict):
@@ -109,9 +108,9 @@ def count_flops(operator: Any, flops: Callable[..., int]) -> None:
 def count_attention_pairs(
     q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
 ) -> int:
-    """Pairs of a query and a key over the batch (B, N, …) and (B, M, …), to count operations.
+    """Returns the number of pairs of a query and a key, over the batch (B, N, …) and (B, M, …).
 
-    Those of the same packed sequence, if the bounds can be read.
+    Pairs within the same packed sequence are counted, if the bounds can be read; otherwise all pairs.
     """
     if cu_seqlens_q is None or cu_seqlens_k is None or type(cu_seqlens_q) not in _PLAIN or cu_seqlens_q.is_meta:
         return q.shape[0] * q.shape[1] * k.shape[1]
@@ -119,12 +118,12 @@ def count_attention_pairs(
 
 
 def run_per_sample(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call after another, run_per_sample: ``vmap`` of an operator whose kernels take their own batch."""
+    """Run one call per sample and stack the results: ``vmap`` of an operator that has a batch of its own."""
 
     def sample(index: int) -> Any:
         return call(*(v.select(d, index) if isinstance(d, int) else v for v, d in zip(inputs, in_dims)))
 
-    if size == 0:  # one call on zeros, of which only the shape is kept
+    if size == 0:  # one call on zeros gives the shape of the results
         zeros = (v.sum(d, dtype=v.dtype) if isinstance(d, int) else v for v, d in zip(inputs, in_dims))
         outputs = [call(*zeros)]
     else:

@@ -1,7 +1,7 @@
-"""What arguments are called in other libraries, and what to write here.
+"""Names of arguments in other libraries, for errors that say what to write here.
 
-A public function takes arguments that it does not have as ``*_others`` and ``**_unknown``, which costs nothing
-where there are none, and hands them to `refuse_unknown`. `hide_catch_alls` hides both from its signature.
+A public function takes unknown arguments as ``*_others`` and ``**_unknown``, which costs nothing where there are
+none, and passes them to `refuse_unknown`. `hide_catch_alls` hides both from its signature.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("g", "decay", "logarithms of decays"),
     ("output_final_state", "return_state", "the second result is the last state"),
 )
-"""A name elsewhere, the argument here, or nothing, and what to know. The first that a function has is meant."""
+"""A name in another library, the argument here or an empty text, and an explanation. The first entry whose argument
+a function has is taken."""
 
 _TABLES = "theta holds frequencies in radians per position; tables of cosines and sines are not needed: {call}"
 
 
 def hide_catch_alls(function: F) -> F:
-    """Give a function the signature of what it takes, without ``*_others`` and ``**_unknown``."""
+    """Give a function a signature without ``*_others`` and ``**_unknown``."""
     signature = inspect.signature(function, eval_str=True)
     known = []
     for parameter in signature.parameters.values():
@@ -65,8 +66,8 @@ def refuse_unknown(function: Callable[..., Any], others: tuple[Any, ...], unknow
 
     Args:
         function: The public function, see `hide_catch_alls`.
-        others: More arguments by position than it has.
-        unknown: Arguments by names that it does not have.
+        others: The arguments by position that are too many.
+        unknown: The arguments by name that it does not have.
 
     Raises:
         UnknownArgumentError: Always.

@@ -1,8 +1,7 @@
-"""Calls that come again: what was found out about one call serves every call like it.
+"""Plans of calls: the result of validating and planning a call, kept for calls like it.
 
-A call is like another if everything that its checks and its launchers look at is the same: shapes, strides, dtypes
-and devices of its tensors, and its options. These make up its key. What a tensor holds and where it lies in memory
-are no part of it, nor is a number that kernels take as it comes.
+Two calls are alike if their tensors have the same shapes, strides, dtypes and devices, and their options are equal.
+These make up the key of a call. Values and addresses of tensors are not in it, nor is the operator's number.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ T = TypeVar("T")
 
 
 class Plans:
-    """What was worked out once for each key.
+    """A cache of plans by key.
 
-    There are two levels of them. The first has a key for everything about a public call that decides whether it is
-    right and runs on the kernels; an entry exists only for calls that passed the checks. Such an entry has the
-    second level, plans of the call's launches: forward, and backward for each layout of gradients.
+    There are two levels. A public function keeps a prepared call for each kind of call that was validated. Each
+    prepared call keeps the plans of its launches: of the forward, and of the backward for each layout of gradients.
 
-    A key takes more time than all of a launch besides. The calls of the last few kinds are known without one, by
-    `make_guard`.
+    To make a key takes longer than the rest of a launch. So a function compares a call with the last few kinds
+    first, by a guard (`make_guard`).
     """
 
     LARGEST = 4096
-    """Keys at once: a server sees many lengths, and none of them for ever."""
+    """The most keys at once. A server sees many lengths, and few of them again."""
     MOST_RECENT = 4
-    """Kinds of call that are compared before a key is made: of queries and keys, with and without gradients."""
+    """The number of kinds of call with a guard: for queries and for keys, with and without gradients."""
 
     __slots__ = ("known", "recent")
 
@@ -41,27 +39,27 @@ class Plans:
         self.recent: tuple[tuple[Any, ...], ...] = ()
 
     def forget(self) -> None:
-        """Know nothing, as in a new process."""
+        """Forget all plans, as in a new process."""
         self.known, self.recent = {}, ()
 
     def remember(self, call: tuple[Any, ...]) -> None:
-        """Keep what an operator compares a call with in ``recent``, in the place of the oldest there."""
+        """Put a call with its guard first in ``recent``, and drop the oldest."""
         self.recent = (call, *self.recent[: self.MOST_RECENT - 1])
 
     def find(self, key: Hashable) -> Any:
-        """What is kept for a key; None if there is nothing, or if an argument in it cannot be hashed."""
+        """Returns the plan for a key; None if there is none, or if the key cannot be hashed."""
         try:
             return self.known.get(key)
         except TypeError:
             return None
 
     def get(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
-        """What is kept for a key, made now from ``arguments`` if there is nothing."""
+        """Returns the plan for a key, made now from ``arguments`` if there is none."""
         plan: T | None = self.known.get(key)
         return self.keep(key, make(*arguments)) if plan is None else plan
 
     def keep(self, key: Hashable, plan: T) -> T:
-        """Keep something for a key, and return it."""
+        """Keep a plan for a key, and return it."""
         if len(self.known) >= self.LARGEST:
             self.known.clear()
         self.known[key] = plan
@@ -73,17 +71,17 @@ ALL_PLANS: list[Plans] = []
 
 
 def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """What says, by a function in C, whether tensors are like these in all but contents and address.
+    """Returns a function in C that is True for tensors like these, in all but values and addresses.
 
-    It compares types, shapes, strides, dtypes, devices, whether they require gradients, and the dispatcher's keys
-    with those of the thread: a mode, transform or subclass is noticed. It does not notice a mode for functions of
-    ``torch``, a forward-mode derivative, nor, in some versions of PyTorch, whether gradients are wanted now.
-    ``None`` where PyTorch has no such thing, or does not know these tensors again.
+    It compares types, shapes, strides, dtypes, devices, ``requires_grad``, and the dispatcher's keys of tensors and
+    thread, and so notices a dispatch mode, transform or subclass. It does not notice a function mode, a
+    forward-mode derivative, nor, in some versions of PyTorch, ``torch.no_grad``. None where PyTorch has no such
+    function, or where it does not recognise these tensors themselves.
     """
     if _guard is None:
         return None
     check = _guard(*tensors)
-    if not check(*tensors):  # one that comes twice it never knows again
+    if not check(*tensors):  # the same tensor given twice is never recognised
         return None
 
     def like(*tensors: torch.Tensor) -> bool:
@@ -99,7 +97,7 @@ def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
 
 
 def tensor_key(tensor: object) -> Hashable:
-    """What a key says of an argument that should be a tensor or None: all but its contents and address."""
+    """Returns the part of a key for an argument that should be a tensor or None."""
     if tensor is None:
         return None
     if not isinstance(tensor, torch.Tensor):
@@ -108,10 +106,10 @@ def tensor_key(tensor: object) -> Hashable:
 
 
 def keeps_plans_for(tensor: torch.Tensor) -> bool:
-    """Whether plans for a tensor's device are kept: for GPUs, and for CPUs in Triton's interpreter.
+    """True if plans are kept for a tensor's device: a GPU, or a CPU in Triton's interpreter.
 
-    Elsewhere kernels are only recorded for a build, for one architecture after the other. Triton is not imported to
-    find out: if it has not been by now, there are no plans.
+    On a CPU without the interpreter kernels are only recorded, for one architecture after the other. This imports
+    no Triton: before that is imported there are no plans.
     """
     if tensor.is_cuda:
         return True

@@ -1,7 +1,7 @@
-"""What PyTorch has under names that are not public, looked up once, with a public way where a name is missing.
+"""Private names of PyTorch, looked up once, each with a public fallback.
 
-The names save host time; nothing depends on them. Where PyTorch cannot be asked whether something watches a call,
-the answer is that something does, and the call goes through the dispatcher, which is right for every call.
+They save host time, and nothing else depends on them. Where PyTorch cannot say whether a mode or transform is
+active, the answer is yes, and the call goes through the dispatcher, which is right for every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Guard = Callable[..., bool]
 
 
 def _find(name: str, otherwise: Any) -> Any:
-    """An attribute of ``torch`` by its dotted name."""
+    """Returns an attribute of ``torch`` by its dotted name, or the fallback."""
     try:
         return operator.attrgetter(name)(torch)
     except AttributeError:
@@ -41,25 +41,26 @@ is_deterministic: Callable[[], bool] = _find(
     "_C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
 empty_strided_cuda: Callable[..., torch.Tensor] | None = None
-"""What compiled code allocates with on the current GPU: half the time of `torch.empty_strided`."""
+"""The allocation of compiled code, on the current GPU, in half the time of `torch.empty_strided`."""
 if torch.backends.cuda.is_built():
     empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", None)
 view: Callable[..., torch.Tensor] = _find("_C._dynamo.guards._reinterpret_tensor", _as_strided)
-"""What compiled code takes views with, from a tensor, sizes, strides, and an offset from its first element: half
-the time of ``as_strided``."""
+"""The view of compiled code, in half the time of ``as_strided``, given a tensor, sizes, strides, and an offset from
+the tensor's first element."""
 
-# What watches a call.
+# Modes, transforms and tracers.
 count_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 count_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack", lambda: 1)
 are_transforms_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
 is_traced_by_jit: Callable[[], bool] = _find("_C._is_tracing", _find("jit.is_tracing", lambda: True))
 is_batched: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: True)
-"""Of gradients whose backward `torch.autograd.grad` runs for many at once, by what is older than ``torch.func``."""
+"""True for an incoming gradient of ``torch.autograd.grad(is_grads_batched=True)``, which is older than
+``torch.func``."""
 is_wrapped: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: True)
 unwrap: Callable[[torch.Tensor], Any] = _find(
     "_C._functorch.get_unwrapped", lambda tensor: SimpleNamespace(requires_grad=True)
 )
-"""What a transform of ``torch.func`` wraps: if it cannot be asked, its gradient is taken to be wanted."""
+"""Returns the tensor that a transform of ``torch.func`` wraps. The fallback says that its gradient is wanted."""
 dispatch_modes: Callable[[], list[Any]] = _find("utils._python_dispatch._get_current_dispatch_mode_stack", list)
 any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _any_requires_grad)
 forward_ad: Any = torch.autograd.forward_ad
@@ -69,7 +70,7 @@ if not hasattr(forward_ad, "_current_level"):
 
 
 def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What calls an autograd function where no transform of ``torch.func`` is active."""
+    """Returns the function that applies an autograd function where no transform of ``torch.func`` is active."""
     return getattr(super(torch.autograd.Function, function), "apply", None) or function.apply
 
 
@@ -88,5 +89,5 @@ def _tells_tensors_apart(make: Callable[..., Guard]) -> bool:
 
 
 make_tensor_guards: Callable[..., Guard] | None = _make_guard if _tells_tensors_apart(_make_guard) else None
-"""What compiled code recognises its inputs with: made from tensors, it says whether others are like them in all but
-contents and address."""
+"""The guard of compiled code: made from tensors, it is True for tensors like them, in all but values and
+addresses."""

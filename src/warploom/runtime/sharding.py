@@ -1,9 +1,9 @@
 """Calls on tensors that are sharded over a mesh: DTensors.
 
-An operator says which axes of its tensors are the same (batch entries, heads, tokens), by a letter for each. A call
-is then brought to shards that fit each other. The first tensor that is sharded along such an axis decides: all that
-have the axis are sharded likewise, and the others are replicated, with gradients that are sums over the shards. The
-operator runs on the shards, on any backend. Where an axis cannot be sharded evenly, tensors are replicated first.
+An operator names the axes of its tensors (batch entries, heads, tokens) by letters. The tensors of a call are then
+redistributed to shards that match. The first tensor that is sharded along a named axis decides: all tensors with
+that axis are sharded likewise, and the others are replicated, with gradients that are summed over the shards. The
+operator runs on the shards, on any backend. If an axis cannot be sharded evenly, tensors are replicated.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ NONE = "no axis"
 
 
 class Axes(NamedTuple):
-    """The axes of a call's tensors and results: a letter for each, ``.`` for one that is not sharded.
+    """The axes of a call's tensors and results, a letter for each, and ``.`` for an axis that is not sharded.
 
-    Axes of one letter are sharded together. One of length 1 where others are longer is that of a tensor for all.
+    Axes with the same letter are sharded together. An axis of length 1 where others are longer is broadcast.
     """
 
     tensors: Sequence[str]
-    """Empty for one that has no axis to be sharded."""
+    """The letters of each tensor; empty for a tensor with no axis to shard."""
     results: Sequence[str]
-    moved: Callable[[Sequence[Any], Any, Any], tuple[Sequence[Any], Any]] | None = None
-    """Of operators that know where tokens stand, whose axis is ``n``: makes a shard's tensors and number of its
-    tensors, the number, and how far behind the first token it begins."""
+    """The letters of each result."""
+    shift: Callable[[Sequence[Any], Any, Any], tuple[Sequence[Any], Any]] | None = None
+    """Returns a shard's tensors and number for its place in the sequence, given the tensors, the number, and the
+    index of the shard's first token. For operators with positions, whose axis of tokens is ``n``."""
 
 
 def is_sharded(tensors: Sequence[Any]) -> bool:
-    """Whether one of these is a DTensor."""
+    """True if one of these is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
@@ -47,14 +48,14 @@ def run_on_shards(
     """Run a call on shards.
 
     Args:
-        name: Of the public function, for errors.
-        axes: Of the tensors and results.
-        tensors: Tensors, DTensors of one mesh, or None. What is no DTensor is the same on every rank.
-        number: That of the operator.
+        name: The public function's name, for errors.
+        axes: The axes of the tensors and results.
+        tensors: Tensors, DTensors of one mesh, or None. A plain tensor is the same on every rank.
+        number: The operator's number.
         call: Runs the operator, from tensors and number.
 
     Returns:
-        What ``call`` returns, as DTensors.
+        The results of ``call``, as DTensors.
 
     Raises:
         ArgumentError: DTensors are of different meshes.
@@ -66,8 +67,8 @@ def run_on_shards(
     for other in meshes:
         if other != mesh:
             raise fault(ArgumentError, name, "tensors", f"all on one mesh, {mesh}", other)
-    sizes = _sizes(axes, tensors)
-    letters = _letters(axes, tensors, sizes, mesh)
+    sizes = _find_sizes(axes, tensors)
+    letters = _choose_letters(axes, tensors, sizes, mesh)
     local: Any = []
     for letter_of, x in zip(axes.tensors, tensors):
         if x is None:
@@ -75,14 +76,14 @@ def run_on_shards(
             continue
         held = [letter in letter_of and x.shape[letter_of.index(letter)] != 1 for letter in letters]
         places = [Shard(letter_of.index(letter)) if has else Replicate() for has, letter in zip(held, letters)]
-        # The gradient of what all shards share comes in parts.
+        # The gradient of a tensor that all shards share is a sum over them.
         parts = [p if has or letter == NONE else Partial() for p, has, letter in zip(places, held, letters)]
         whole = (
             x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         )
         local.append(whole.redistribute(mesh, places).to_local(grad_placements=parts))
-    if "n" in letters and axes.moved is not None:
-        local, number = axes.moved(local, number, _first_token(sizes["n"], letters, mesh))
+    if "n" in letters and axes.shift is not None:
+        local, number = axes.shift(local, number, _find_first_token(sizes["n"], letters, mesh))
     found = call(local, number)
     results = found if isinstance(found, tuple) else (found,)
     wrapped = tuple(
@@ -95,8 +96,8 @@ def run_on_shards(
     return wrapped if isinstance(found, tuple) else wrapped[0]
 
 
-def _sizes(axes: Axes, tensors: Sequence[Any]) -> dict[str, Any]:
-    """The length of each axis: the longest, for a tensor for all has 1."""
+def _find_sizes(axes: Axes, tensors: Sequence[Any]) -> dict[str, Any]:
+    """Returns the length of each axis: the longest one, as a tensor that is broadcast has 1."""
     sizes: dict[str, Any] = {}
     for letter_of, x in zip(axes.tensors, tensors):
         for letter, size in zip(letter_of, () if x is None else x.shape):
@@ -107,8 +108,8 @@ def _sizes(axes: Axes, tensors: Sequence[Any]) -> dict[str, Any]:
     return sizes
 
 
-def _letters(axes: Axes, tensors: Sequence[Any], sizes: dict[str, Any], mesh: Any) -> list[str]:
-    """For each dimension of a mesh the axis that is sharded over it, or `NONE`."""
+def _choose_letters(axes: Axes, tensors: Sequence[Any], sizes: dict[str, Any], mesh: Any) -> list[str]:
+    """Returns the axis that is sharded over each dimension of a mesh, or `NONE`."""
     from torch.distributed.tensor import DTensor, Shard
 
     found: list[str] = []
@@ -133,8 +134,8 @@ def _letters(axes: Axes, tensors: Sequence[Any], sizes: dict[str, Any], mesh: An
     return found
 
 
-def _first_token(tokens: Any, letters: Sequence[str], mesh: Any) -> Any:
-    """Where this rank's tokens begin."""
+def _find_first_token(tokens: Any, letters: Sequence[str], mesh: Any) -> Any:
+    """Returns the index of this rank's first token."""
     first = 0
     for dim, letter in enumerate(letters):
         if letter == "n":

@@ -1,7 +1,7 @@
-"""Checks of what tensors hold: bounds of sequences, lengths, pages, positions and decays.
+"""Checks of values in tensors: bounds of sequences, lengths, pages, positions and decays.
 
-Tensors on a CPU are looked at in every call. To look at one on a GPU takes waiting for it, and is done on request,
-by `check_values`. Nothing is looked at under a compiler, or of tensors that hold nothing.
+Values on a CPU are checked in every call. Values on a GPU are checked on request, by `check_values`, since a check
+waits for the GPU. Nothing is checked under a compiler, or of tensors without data.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from warploom.runtime.pytorch import count_dispatch_modes as _dispatch_modes
 Tensor = torch.Tensor
 
 LARGEST_POSITION = 2**53
-"""In size, of positions in tensors: float64, in which they are defined, holds all integers up to it."""
+"""The largest absolute position in a tensor. Positions are defined in float64, which holds all integers up to
+it."""
 
 _is_compiling = torch.compiler.is_compiling
 _on_gpus = os.environ.get("WARPLOOM_CHECK_VALUES", "0") not in ("", "0")
 
 
 def check_values(on: bool = True) -> None:
-    """Check what tensors on a GPU hold in every call, as is always done on a CPU, or stop doing so.
+    """Turn checks of values in GPU tensors on or off. Values in CPU tensors are always checked.
 
     Bounds of packed sequences, lengths, numbers of pages, positions and decays are then read back and checked
-    before any kernel runs, with the same errors. Every call that has such tensors waits for the GPU, so this is for
-    finding a fault. The environment variable ``WARPLOOM_CHECK_VALUES=1`` turns it on from the start.
+    before any kernel runs, with the same errors. Each call with such tensors waits for the GPU, so this is for
+    debugging. The environment variable ``WARPLOOM_CHECK_VALUES=1`` turns the checks on from the start.
 
-    Without it a bad value on a GPU may give a wrong result, but no kernel accesses memory outside of the tensors of
-    its call. Compiled code, and calls while a CUDA graph is captured, are never checked.
+    Without them a bad value on a GPU may give a wrong result, but no kernel accesses memory outside of the tensors
+    of its call. Compiled code, and calls while a CUDA graph is captured, are never checked.
 
     Args:
-        on: Whether to check.
+        on: True to check.
 
     Example:
         ```python
@@ -50,23 +51,23 @@ def check_values(on: bool = True) -> None:
     """
     global _on_gpus
     _on_gpus = bool(on)
-    for plans in ALL_PLANS:  # what is known of earlier calls includes whether they are checked
+    for plans in ALL_PLANS:  # a prepared call includes whether its values are checked
         plans.forget()
 
 
 def reads_values_of(x: Tensor) -> bool:
-    """Whether values are looked at in a call on tensors like this one: not while launches are only recorded."""
+    """True if values are checked in a call on a tensor like this one; not while launches are only recorded."""
     return not _is_compiling() and (_on_gpus if x.is_cuda else x.is_cpu and not _is_recording())
 
 
 def _is_recording() -> bool:
-    # Triton is not imported to find out: if it has not been by now, nothing is recorded.
+    # This imports no Triton: before that is imported nothing is recorded.
     launch = sys.modules.get(f"{__package__}.launch")
     return launch is not None and launch.is_recording()
 
 
 def _is_readable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether there is a tensor whose values are looked at."""
+    """True if a tensor is given and its values are checked."""
     if tensor is None or not holds_data(tensor):
         return False
     return tensor.is_cpu or (_on_gpus and not torch.cuda.is_current_stream_capturing())
