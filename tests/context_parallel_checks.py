@@ -219,14 +219,15 @@ def check_bits_are_those_of_one_rank(world):
 
 
 def check_sums_on_the_kernel_are_those_of_torch(world):
-    from warploom.distributed import exchange
+    from warploom.distributed.attention import exchange
+    from warploom.distributed.attention.plan import make_plan
 
     mesh_of(world)
     rank = dist.get_rank()
     bounds = tuple(PACKED[1].tolist())
-    plan = exchange.plan_of(bounds, world, rank, "zigzag", None, 0, torch.device("cpu"))
+    plan = make_plan(bounds, world, rank, "zigzag", None, 0, torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        (received,) = draw((plan.returning, 2, 3, 5), dtype=dtype)
+        (received,) = draw((plan.grad_rows, 2, 3, 5), dtype=dtype)
         sums = [received.new_empty((len(plan.ends) - 1, 2, 3, 5)) for _ in range(2)]
         for total, kernels in zip(sums, (True, False)):
             exchange.sum_gradients(plan, received, total, kernels)

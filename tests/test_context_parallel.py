@@ -16,10 +16,10 @@ from seeds import seed
 from torch.distributed import HashStore
 
 import warploom
-from warploom.distributed import agreement, exchange, ranks
+from warploom.distributed import agreement, ranks
 from warploom.distributed.agreement import Agreements
+from warploom.distributed.attention.plan import ChunkCall, Step, make_plan
 from warploom.distributed.balance import Piece, balance
-from warploom.distributed.exchange import Call, Step
 from warploom.distributed.layout import chunks_of
 
 
@@ -149,14 +149,14 @@ WINDOWS = ((None, None), (None, 0), (3, 0), (3, 5), (200, 0), (None, 4), (2, Non
 BOUNDS = ((0, 64), (0, 37), (0, 1), (0, 0), (0, 7, 7, 37, 38, 58), (0, 5, 9, 30), tuple(range(0, 70, 5)))
 
 
-def move(rows: torch.Tensor, leaving: tuple[slice, ...], into: torch.Tensor, places: tuple[slice, ...]) -> None:
+def move(rows: torch.Tensor, send: tuple[slice, ...], into: torch.Tensor, places: tuple[slice, ...]) -> None:
     """Send to a rank what goes to it, one slice for each that it expects."""
-    for piece, place in zip(leaving, places, strict=True):
+    for piece, place in zip(send, places, strict=True):
         assert len(rows[piece]) == place.stop - place.start
         into[place] = rows[piece]
 
 
-def assert_sees_itself(call: Call, part: torch.Tensor, seen: torch.Tensor, right: int | None) -> None:
+def assert_sees_itself(call: ChunkCall, part: torch.Tensor, seen: torch.Tensor, right: int | None) -> None:
     """Queries of each sequence of a call are among its keys, and the window ends at the right one."""
     queries, keys = part[call.queries], seen[call.keys]
     none = torch.tensor([0, len(queries)]), torch.tensor([0, len(keys)])
@@ -168,12 +168,12 @@ def assert_sees_itself(call: Call, part: torch.Tensor, seen: torch.Tensor, right
         assert right is None or own[-1] + right == of_keys[-1] + call.right
 
 
-def send_back(steps: list[Step], seen: list[list[torch.Tensor]], returned: list[torch.Tensor]) -> None:
+def send_gradients(steps: list[Step], seen: list[list[torch.Tensor]], returned: list[torch.Tensor]) -> None:
     """Tokens of keys, in the place of their gradients."""
     for a, sender in enumerate(steps):
         tokens = torch.cat([*seen[a], torch.zeros(0, dtype=torch.int64)])[sender.rows]
         for b, receiver in enumerate(steps):
-            move(tokens, sender.back[b], returned[b], receiver.returned[a])
+            move(tokens, sender.grad_send[b], returned[b], receiver.grad_recv[a])
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -182,10 +182,10 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
     for bounds in BOUNDS:
         for window in WINDOWS:
             all_ranks = range(world)
-            plans = [exchange.plan_of(bounds, world, r, layout, *window, torch.device("cpu")) for r in all_ranks]
+            plans = [make_plan(bounds, world, r, layout, *window, torch.device("cpu")) for r in all_ranks]
             parts = [chunks_of(bounds, world, layout).rows(r) for r in all_ranks]
             arrived = [torch.full((plan.seen,), -1) for plan in plans]
-            returned = [torch.full((plan.returning,), -1) for plan in plans]
+            returned = [torch.full((plan.grad_rows,), -1) for plan in plans]
             for plan, part, rows in zip(plans, parts, arrived):
                 if plan.whole:
                     rows[-plan.whole :] = part[-plan.whole :]
@@ -194,23 +194,23 @@ def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:
                 steps = [plan.steps[number] for plan in plans]
                 for a, sender in enumerate(steps):
                     for b, receiver in enumerate(steps):
-                        assert all((arrived[b][place] == -1).all() for place in receiver.landing[a])
-                        move(parts[a], sender.leaving[b], arrived[b], receiver.landing[a])
+                        assert all((arrived[b][place] == -1).all() for place in receiver.recv[a])
+                        move(parts[a], sender.send[b], arrived[b], receiver.recv[a])
                 for rows, part, each, step in zip(arrived, parts, seen, steps):
                     for source, place in step.copies:
                         assert (rows[place] == -1).all()
                         rows[place] = rows[source]
-                    if not plans[0].at_once:
+                    if not plans[0].single_call:
                         each.clear()
                     for call in step.calls:
                         assert (rows[call.keys] >= 0).all()
                         assert_sees_itself(call, part, rows, window[1])
                         each.append(rows[call.keys])
-                if not plans[0].at_once:
-                    send_back(steps, seen, returned)
-            if plans[0].at_once:
+                if not plans[0].single_call:
+                    send_gradients(steps, seen, returned)
+            if plans[0].single_call:
                 for number in range(len(plans[0].steps)):
-                    send_back([plan.steps[number] for plan in plans], seen, returned)
+                    send_gradients([plan.steps[number] for plan in plans], seen, returned)
             for plan, part, rows, each in zip(plans, parts, returned, seen):
                 of_rows = part[: plan.shared].repeat_interleave(plan.ends.diff())
                 assert torch.equal(rows[plan.order], of_rows)
