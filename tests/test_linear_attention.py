@@ -205,7 +205,7 @@ def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: p
     """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
     from planned_calls import forget_plans
 
-    from warploom.ops.linear_attention.launches import calls
+    from warploom.ops.linear_attention import engine
 
     call = tensors(device, batch=1, tokens=150, encoding="cosine", decay="token")
     state = torch.randn(1, 2, 16, 5, device=device)
@@ -215,7 +215,7 @@ def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: p
         results = []
         for chunk in (64, 2**20):
             forget_plans()
-            monkeypatch.setattr(calls, "chunk_of", lambda *sizes, chunk=chunk: chunk)
+            monkeypatch.setattr(engine, "chunk_of", lambda *sizes, chunk=chunk: chunk)
             inputs = {
                 name: x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
                 for name, x in {**call, **more}.items()
@@ -278,16 +278,16 @@ def test_a_batch_changes_no_bits_of_a_step(
     """On a GPU, programs of other columns add up the features of a head in another order."""
     from planned_calls import forget_plans
 
-    from warploom.ops.linear_attention.launches import forward
+    from warploom.ops.linear_attention.triton import launch as launches
     from warploom.runtime.launch import Launch
 
     compiled_for = []
 
     def launch(*arguments: Any, **named: Any) -> Launch:
-        compiled_for.append((named["variant"], named["num_warps"]))
+        compiled_for.append((named["config"], named["num_warps"]))
         return Launch(*arguments, **named)
 
-    monkeypatch.setattr(forward, "Launch", launch)
+    monkeypatch.setattr(launches, "Launch", launch)
     forget_plans()
     call = tensors(device, batch=entries, tokens=1, heads=8, values=32) | {"backend": "triton"}
     together = linear_attention(**call)
@@ -308,7 +308,7 @@ def at_distance(x: torch.Tensor, more: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.dtype, more: int) -> None:
     """The compiler picks by it in which order it adds up."""
-    from warploom.ops.linear_attention.launches.calls import layout_of_rows
+    from warploom.ops.linear_attention.triton.launch import layout_of_rows
 
     x = at_distance(torch.zeros(3, 1, 1, 64, dtype=dtype), more)
     known = layout_of_rows(x)
@@ -322,14 +322,14 @@ def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_what_may_lie_anywhere_in_an_entry_tells_nothing(tokens: int, more: int, anywhere: set[str]) -> None:
     """Decays of an entry may be at any address, and states whose entries lie apart by any number of elements."""
-    from warploom.ops.linear_attention.launches.forward import plan_forward
-    from warploom.ops.linear_attention.problem import Inputs, Options
+    from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
+    from warploom.ops.linear_attention.engine import plan_forward
 
     call = tensors(torch.device("cpu"), 3, tokens, 5, 12, 12, encoding="none", decay="token")
     state = at_distance(torch.zeros(3, 5, 12, 12), more)
-    inputs = Inputs(call["q"], call["k"], call["v"], None, call["decay"], state, None, None)
-    options = Options("none", "none", causal=True, scale=1.0, return_state=False)
-    assert plan_forward(inputs, options, True).product.unaligned == anywhere
+    inputs = LinearInputs(call["q"], call["k"], call["v"], None, call["decay"], state, None, None)
+    options = LinearOptions("none", "none", causal=True, scale=1.0, return_state=False)
+    assert plan_forward(inputs, options, True).product.launch.unaligned == anywhere
 
 
 @pytest.mark.gpu
@@ -445,9 +445,9 @@ def test_decays_may_be_of_any_strength(
     if backend == "triton":
         if dtype == torch.float64:
             pytest.skip("the kernels have no float64")
-        from warploom.ops.linear_attention.launches import calls
+        from warploom.ops.linear_attention import engine
 
-        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64)
+        monkeypatch.setattr(engine, "chunk_of", lambda *sizes: 64)
     call = call_with_borders(device, dtype, by_head)
     grads = torch.randn_like(call["v"]), torch.randn_like(call["state"])
 
@@ -502,9 +502,9 @@ def test_rows_behind_the_last_sequence_are_zero(
 ) -> None:
     """Whatever they hold, and nothing of them reaches a result."""
     if backend == "triton":
-        from warploom.ops.linear_attention.launches import calls
+        from warploom.ops.linear_attention import engine
 
-        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64)
+        monkeypatch.setattr(engine, "chunk_of", lambda *sizes: 64)
     call = tensors(device, batch=1, tokens=tokens, decay=decay) | {"activation": "silu"}
     grad, last = torch.randn(1, tokens, 2, 5, device=device), bounds[-1]
     rows = [name for name in ("q", "k", "v", "decay") if call[name].dim() > 1]

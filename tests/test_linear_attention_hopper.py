@@ -67,9 +67,9 @@ def test_decays_may_be_of_any_strength(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Borders at both ends of a tile, within it, and many in a row, in each head others."""
-    from warploom.ops.linear_attention.launches import calls
+    from warploom.ops.linear_attention import engine
 
-    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 64 if encoding == "none" else 2**20)
+    monkeypatch.setattr(engine, "chunk_of", lambda *sizes: 64 if encoding == "none" else 2**20)
     forgets = torch.tensor([-30.0, -104.0, -3e38], device=device)
     case = {"batch": 1, "n": 130, "heads": 3, "dtype": "bfloat16", "head_dim": head_dim, "encoding": encoding}
     inputs = make_inputs(OPERATOR, {**case, "decay": "head" if by_head else "token", **STATES}, device)
@@ -125,10 +125,10 @@ def test_sums_of_chunks(
     encoding: str, case: dict[str, Any], head_dim: int, launched: list[str], device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from warploom.ops.linear_attention.launches import calls
+    from warploom.ops.linear_attention import engine
 
     chunk = case.get("chunk", 128)
-    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: chunk)
+    monkeypatch.setattr(engine, "chunk_of", lambda *sizes: chunk)
     assert_right({"encoding": encoding, "head_dim": head_dim, "n": 384, **case}, device)
     assert "hopper_sums_kernel" in launched
 
@@ -138,15 +138,15 @@ def test_the_last_state_alone(
     apart: int, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ranks hand over. Addresses that cannot be copied from take other kernels."""
-    from warploom.ops.linear_attention.launches import calls, forward
+    from warploom.ops.linear_attention import engine
+    from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
     from warploom.ops.linear_attention.operator import OPERATOR as KERNELS
-    from warploom.ops.linear_attention.problem import Options
 
-    monkeypatch.setattr(calls, "chunk_of", lambda *sizes: 128)
+    monkeypatch.setattr(engine, "chunk_of", lambda *sizes: 128)
     k, v = (torch.randn(apart + 300 * 2 * 64, device=device).bfloat16() for _ in range(2))
     k, v = (x[apart:].view(1, 300, 2, 64) for x in (k, v))
-    inputs = calls.Inputs(k, k, v, None, None, None, None, None)
-    state = forward.last_state(inputs, Options("none", "none", True, 1.0, True), 0, KERNELS.plans)
+    inputs = LinearInputs(k, k, v, None, None, None, None, None)
+    state = engine.last_state(inputs, LinearOptions("none", "none", True, 1.0, True), 0, KERNELS.plans)
     expected = torch.einsum("bnhf,bnhe->bhfe", k.double(), v.double())
     torch.testing.assert_close(state.double(), expected, rtol=0, atol=1e-4)
     assert launched == ([] if apart else ["hopper_sums_kernel"])

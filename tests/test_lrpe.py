@@ -481,7 +481,7 @@ def test_sizes(kind: str, shape: tuple[int, ...], backend: str, device: torch.de
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
-    from warploom.ops.lrpe.launches import inverse_of
+    from warploom.ops.lrpe.engine import inverse_of
 
     generator = np.random.default_rng(0)
     largest = 2**31 - 1
@@ -500,7 +500,7 @@ def test_division_by_a_multiplication_and_a_shift_is_exact() -> None:
 def test_tiles_make_no_difference(
     kind: str, tile: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe import engine as launchers
     from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
     from warploom.runtime.plans import Plans
 

@@ -225,7 +225,7 @@ def test_the_gradient_of_theta_counts_rows_to_the_end_of_32_bits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program of a backward, which does the first and the last of its tiles. All rows lie at the same place."""
-    from warploom.ops.lrpe import launches as launchers
+    from warploom.ops.lrpe import engine as launchers
     from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 
     rows, block = 2**31 - 5000, 128
@@ -270,8 +270,8 @@ def test_places_of_sums_beyond_32_bits(checked_integers: None, monkeypatch: pyte
     from triton.runtime import interpreter
 
     from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
-    from warploom.ops.lrpe.kernels.backward import reduce_kernel
-    from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
+    from warploom.ops.lrpe.softmax_sequence import engine as launchers_sequence
+    from warploom.ops.lrpe.triton.backward import reduce_kernel
     from warploom.runtime.launch import Launch
 
     def run_last(heads: int, launch: Launch, *tensors: Any) -> None:

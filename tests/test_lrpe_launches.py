@@ -231,6 +231,6 @@ def test_the_launch_covers_every_row_once(rows: int, kind: str, launches: list[A
     x = random_x(device, 5, 97, HEADS, FEATURES)
     encode(kind, x, random_theta(device, rows, 4), backend="triton")
     ((_, programs, constants),) = launches
-    row_axis, broadcast_axis = (HEADS, 5) if rows > 1 else (5, HEADS)  # see kernels/rows.py
+    row_axis, broadcast_axis = (HEADS, 5) if rows > 1 else (5, HEADS)  # see triton/rows.py
     row_tiles = math.ceil(97 * row_axis / constants["R"])
     assert programs == row_tiles * math.ceil(broadcast_axis / constants["S"])

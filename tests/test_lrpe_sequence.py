@@ -143,7 +143,7 @@ def test_a_single_token_has_all_the_weight(kind: str, device: torch.device) -> N
 
 @some_kinds
 def test_one_part_and_several_agree(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe.softmax_sequence import launches
+    from warploom.ops.lrpe.softmax_sequence import engine
 
     x = random_x(device, 1, 200, 2, FEATURES).requires_grad_()
     theta = random_theta(device, 2, FEATURES // 2).requires_grad_()
@@ -151,10 +151,10 @@ def test_one_part_and_several_agree(kind: str, device: torch.device, monkeypatch
     usual = encode(kind, x, theta, **place, backend="triton")
     grad = random_x(device, *usual.shape)
     exact = exact_gradients(kind, x, theta, grad, **place)
-    monkeypatch.setattr(launches, "SHORT_TOKENS", 0)
-    monkeypatch.setattr(launches, "MOST_PARTS", 4)
-    usual_tile = launches.sequence_tile
-    monkeypatch.setattr(launches, "sequence_tile", lambda *call: usual_tile(*call)._replace(tokens=1))
+    monkeypatch.setattr(engine, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(engine, "MOST_PARTS", 4)
+    usual_tile = engine.sequence_tile
+    monkeypatch.setattr(engine, "sequence_tile", lambda *call: usual_tile(*call)._replace(tokens=1))
     for plans in dispatch.ALL_PLANS:
         plans.forget()
     in_parts = encode(kind, x, theta, **place, backend="triton")
@@ -261,14 +261,14 @@ def test_no_program_waits_for_a_later_round(
 ) -> None:
     """By the round in which a tile is applied, the programs have reduced all tiles that it waits for."""
     from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
-    from warploom.ops.lrpe.softmax_sequence import launches
+    from warploom.ops.lrpe.softmax_sequence import engine
 
-    monkeypatch.setattr(launches, "INTERPRETED", False)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(engine, "INTERPRETED", False)
+    monkeypatch.setattr(engine, "multiprocessors", lambda device: multiprocessors)
     x = torch.empty(3, tokens, 5, 128, dtype=torch.bfloat16, device="meta")
     theta = torch.empty(5, 64, device="meta")
     options = LrpeOptions(kind="rotate", activation="softmax_sequence")
-    launch = launches.plan_sequence(None, LrpeInputs(x, theta), options).launch
+    launch = engine.plan_sequence(None, LrpeInputs(x, theta), options).launch
     sizes, programs = launch.arguments["sizes"], launch.programs
     assert launch.options["launch_cooperative_grid"]
     assert sizes.rounds * programs >= sizes.tiles
@@ -281,12 +281,12 @@ def test_no_program_waits_for_a_later_round(
 FITTING = """
 import torch
 from warploom import lrpe_cosine, lrpe_rotate
-from warploom.ops.lrpe.softmax_sequence import launches
+from warploom.ops.lrpe.softmax_sequence import engine
 from warploom.runtime import launch
 from warploom.testing.build import build
 
-made, plan = [], launches.plan_sequence
-launches.plan_sequence = lambda *arguments: made.append(plan(*arguments)) or made[-1]
+made, plan = [], engine.plan_sequence
+engine.plan_sequence = lambda *arguments: made.append(plan(*arguments)) or made[-1]
 for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
     for dtype, exact in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
         with launch.recording(89, 2) as builds:

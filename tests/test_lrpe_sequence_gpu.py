@@ -286,7 +286,7 @@ def test_parts_of_more_blocks_than_angles_are_turned_on(kind: str, device: torch
 
 @KINDS
 def test_a_new_length_compiles_nothing(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.lrpe.softmax_sequence.kernels import rounds
+    from warploom.ops.lrpe.softmax_sequence.triton import rounds
 
     for n in (300, 1100, 9000):
         results(kind, *random_case(kind, n, device))

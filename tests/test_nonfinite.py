@@ -288,9 +288,9 @@ def test_linear_attention(
     if which == "decay" and not call.causal:
         pytest.skip("it has no decays")
     if HAS_TRITON:
-        from warploom.ops.linear_attention.launches import calls
+        from warploom.ops.linear_attention import engine
 
-        monkeypatch.setattr(calls, "chunk_of", lambda *sizes: call.chunk)
+        monkeypatch.setattr(engine, "chunk_of", lambda *sizes: call.chunk)
     batch = 1 if call.bounds or not ON_GPU else 2
     shape = (batch, call.tokens, heads, call.features)
     made = {each: torch.randn(shape).to(device, call.dtype) for each in ("q", "k", "v", "grad")}

@@ -34,11 +34,10 @@ from planned_calls import (
 )
 
 from warploom.ops.flash_attention import engine as flash_engine
-from warploom.ops.linear_attention.launches import backward as linear_backward
-from warploom.ops.linear_attention.launches import forward as linear_forward
-from warploom.ops.lrpe import launches as launchers
-from warploom.ops.lrpe.softmax_sequence import launches as launchers_sequence
-from warploom.ops.tpa.decode.launches import portable as tpa_launchers
+from warploom.ops.linear_attention import engine as linear_engine
+from warploom.ops.lrpe import engine as launchers
+from warploom.ops.lrpe.softmax_sequence import engine as launchers_sequence
+from warploom.ops.tpa.decode import engine as tpa_launchers
 from warploom.runtime import dispatch
 from warploom.runtime.plans import Plans, make_guard
 
@@ -96,11 +95,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(thing, name, plan)
 
-    for forward, backward in ((flash_engine, flash_engine), (linear_forward, linear_backward)):
-        watch(forward, "plan_forward")
-        watch(backward, "plan_backward")
-    for name in ("plan_forward", "plan_backward"):
-        watch(launchers, name)
+    for engine in (flash_engine, linear_engine, launchers):
+        watch(engine, "plan_forward")
+        watch(engine, "plan_backward")
     watch(tpa_launchers, "_plan_decode")
     watch(launchers_sequence, "plan_sequence")
     return made

@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_small as launchers_small
-from warploom.ops.rotary_attention import launches as module
+from warploom.ops.rotary_attention import engine as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
 from warploom.testing.poison import poisoned_allocations

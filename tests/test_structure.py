@@ -29,27 +29,22 @@ ALLOWED = {
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
     "kernels": {"kernels", "warploom.device"},
     "triton": {"triton", "warploom.device"},
-    "hopper": {"hopper", "warploom.device"},
+    "hopper": {"hopper", "triton", "warploom.device"},
     "config": set(),
-    "configs": {"call", "problem", "warploom.runtime"},
+    "configs": {"call", "problem", "triton", "warploom.runtime"},
     "call": {"call", "warploom.runtime"},
-    "launch": {"launch", "triton", "hopper", "config", "problem", "warploom.device", "warploom.runtime"},
-    "engine": {"engine", "launch", "triton", "problem", "warploom.device", "warploom.runtime"},
-    "problem": {"kernels", "problem", "warploom.device", "warploom.runtime"},
+    "problem": {"kernels", "problem", "triton", "warploom.device", "warploom.runtime"},
     "chunks": set(),
-    "launches": {
-        "launches",
-        "engine",
-        "kernels",
-        "configs",
-        "call",
-        "problem",
-        "chunks",
-        "warploom.device",
-        "warploom.runtime",
+    "launch": {
+        *("launch", "triton", "hopper", "config", "configs", "call", "problem", "chunks"),
+        *("warploom.device", "warploom.runtime"),
+    },
+    "engine": {
+        *("engine", "launch", "triton", "config", "configs", "call", "problem", "chunks"),
+        *("warploom.device", "warploom.runtime"),
     },
     "validation": {"call", "problem", "reference", "warploom.errors", "warploom.runtime"},
-    "operator": {"launches", "engine", "call", "problem", "validation", "warploom.runtime"},
+    "operator": {"engine", "call", "problem", "validation", "warploom.runtime"},
     "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
     "api": {"fallback", "call", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
 }
@@ -81,7 +76,7 @@ def operator_modules() -> list[Path]:
 
 
 def part_of(module: str) -> str:
-    """The part of an operator that a module is, from its name below ``warploom.ops``."""
+    """Returns the part of an operator that a module is, from its name below ``warploom.ops``."""
     names = module.split(".")
     part = next((name for name in names if name in ALLOWED), "")
     kind = names[-1].partition("_")[0]

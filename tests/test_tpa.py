@@ -233,9 +233,9 @@ def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device
 
 
 @needs_triton
-@pytest.mark.parametrize("module", ["portable", "hopper"])
+@pytest.mark.parametrize("module", ["engine", "hopper.launch"])
 def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
-    chunks = importlib.import_module(f"warploom.ops.tpa.decode.launches.{module}").CHUNKS
+    chunks = importlib.import_module(f"warploom.ops.tpa.decode.{module}").CHUNKS
 
     def chunk(length: int) -> int:
         size: int = chunks.shortest
@@ -260,7 +260,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from warploom.ops.tpa.decode import chunks as launchers_chunks
-    from warploom.ops.tpa.decode.launches import portable as launchers
+    from warploom.ops.tpa.decode import engine as launchers
 
     inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
     inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
@@ -341,7 +341,7 @@ def one_after_another(a: Tensor, b: Tensor) -> Tensor:
 def test_auto_splits_where_there_are_few_programs() -> None:
     if not HAS_TRITON:
         pytest.skip("needs Triton")
-    from warploom.ops.tpa.decode.launches import portable as launchers
+    from warploom.ops.tpa.decode import engine as launchers
 
     def levels(strategy: str, batch: int, keys: int) -> int:
         def microseconds(spans: int) -> float:

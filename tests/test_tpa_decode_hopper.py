@@ -25,13 +25,13 @@ ranks = pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose kernels as on an H100, wherever the test runs."""
-    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
 
     choose_as_on(90, launchers_hopper, monkeypatch)
 
 
 def suits(cut: Any = lambda name, factor: factor, **shape: Any) -> bool:
-    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
     from warploom.ops.tpa.problem import Operands
 
     sizes = {"keys": 200, "heads": 32, "rank_q": 16, "features": 128, "values": 128, "dtype": torch.bfloat16}
@@ -52,7 +52,7 @@ def model() -> Any:
 
 
 def taken(inputs: dict[str, Any]) -> bool:
-    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
     from warploom.ops.tpa.problem import Operands
 
     return launchers_hopper.suit(Operands(**{name: inputs[name] for name in Operands._fields}))
@@ -86,7 +86,7 @@ def test_the_calls_that_do_not(hopper: None) -> None:
 
 
 def test_nothing_suits_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
 
     assert_for_hopper_alone(launchers_hopper, suits, monkeypatch)
 
@@ -101,10 +101,10 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
 @pytest.mark.parametrize("levels", range(5))
 def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
     """The second kernel on random parts of two requests, one of which fills its part of the tree."""
-    from warploom.ops.tpa.decode.kernels.portable import ChunkLengths, Sizes, combine_kernel
-    from warploom.ops.tpa.decode.launches.hopper import CHUNKS
-    from warploom.ops.tpa.decode.launches.portable import COMBINE_AHEAD, COMBINE_ROWS
-    from warploom.ops.tpa.kernels.factors import FeatureStrides
+    from warploom.ops.tpa.decode.engine import COMBINE_AHEAD, COMBINE_ROWS
+    from warploom.ops.tpa.decode.hopper.launch import CHUNKS
+    from warploom.ops.tpa.decode.triton.decode import ChunkLengths, Sizes, combine_kernel
+    from warploom.ops.tpa.triton.factors import FeatureStrides
     from warploom.runtime.launch import Launch
 
     valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
@@ -203,7 +203,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     device: torch.device, model: Any, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from warploom.ops.tpa.decode import chunks as launchers_chunks
-    from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
+    from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
 
     inputs = model(device, rank, keys=20001)
     inputs["cache_seqlens"] = lengths(device, 20001, 6000)

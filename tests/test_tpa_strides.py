@@ -21,10 +21,10 @@ if not HAS_TRITON:
 import triton
 import triton.language as tl
 
-from warploom.ops.tpa.decode.kernels.portable import Parts, Softmax, load_part, store_part
-from warploom.ops.tpa.decode.launches import hopper as launchers_hopper
-from warploom.ops.tpa.decode.launches import portable as launchers
-from warploom.ops.tpa.decode.launches.portable import Operands
+from warploom.ops.tpa.decode import engine as launchers
+from warploom.ops.tpa.decode.engine import Operands
+from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
+from warploom.ops.tpa.decode.triton.decode import Parts, Softmax, load_part, store_part
 from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor

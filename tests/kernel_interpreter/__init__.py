@@ -45,8 +45,8 @@ PROGRAMS = 3
 """Multiprocessors of a GPU: few, so that a program of a persistent kernel has several tiles."""
 _HOPPERS = (
     "flash_attention.hopper.launch",
-    "linear_attention.launches.hopper",
-    "tpa.decode.launches.hopper",
+    "linear_attention.hopper.launch",
+    "tpa.decode.hopper.launch",
 )
 
 

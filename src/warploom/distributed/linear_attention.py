@@ -29,9 +29,8 @@ from warploom.distributed.ranks import (
 )
 from warploom.errors import WarploomError, dtype_of
 from warploom.ops.linear_attention import reference
-from warploom.ops.linear_attention.api import Arguments, longest_of
-from warploom.ops.linear_attention.problem import Inputs
-from warploom.ops.linear_attention.problem import Options as OneOptions
+from warploom.ops.linear_attention.api import LinearArguments, longest_of
+from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.ops.linear_attention.validation import Activation, Encoding, check
 from warploom.runtime.arguments import as_python
 from warploom.runtime.autocast import cast_for_autocast, disable_autocast
@@ -57,25 +56,25 @@ class Options(NamedTuple):
     kernels: bool
     group: str
 
-    def one(self, return_state: bool) -> OneOptions:
+    def one(self, return_state: bool) -> LinearOptions:
         """Those of a plain call."""
-        return OneOptions(self.kind, self.activation, True, self.scale, return_state)
+        return LinearOptions(self.kind, self.activation, True, self.scale, return_state)
 
 
 @overload
 def context_parallel_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
-    return_state: Literal[False] = ..., **arguments: Unpack[Arguments],
+    return_state: Literal[False] = ..., **arguments: Unpack[LinearArguments],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
-    return_state: Literal[True], **arguments: Unpack[Arguments],
+    return_state: Literal[True], **arguments: Unpack[LinearArguments],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def context_parallel_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, *,
-    return_state: bool, **arguments: Unpack[Arguments],
+    return_state: bool, **arguments: Unpack[LinearArguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @hide_catch_alls
 def context_parallel_linear_attention(
@@ -174,7 +173,7 @@ def _checked(tensors: Tensors, given: tuple[Any, ...], offset: int, mesh: Device
     """What a call asks for, from what this rank can see of it."""
     group = group_of(NAME, mesh).group_name
     q, *_, cu_seqlens = tensors
-    one, limit, *_ = check(NAME, tensors, as_python(given), offset)
+    one, limit, *_ = check(NAME, LinearInputs(*tensors), as_python(given), offset)
     kernels = use_triton(NAME, backend, q, limit)
     check_device(NAME, mesh, "q", q)
     if cu_seqlens is not None:
@@ -198,7 +197,9 @@ def _shapes(kind: str, return_state: bool, q: Tensor, k: Tensor, v: Tensor, *_: 
 _DIFFERENTIABLE = 6  # the first inputs
 
 
-def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = False) -> tuple[Tensor, Tensor | None]:
+def _one(
+    inputs: LinearInputs, offset: int, options: Options, return_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Outputs, and the last states where they are wanted."""
     one = options.one(return_state)
     if options.kernels:
@@ -218,7 +219,7 @@ def _one(inputs: Inputs, offset: int, options: Options, return_state: bool = Fal
 
 
 def _gradients(
-    grad: Tensor | None, grad_state: Tensor | None, inputs: Inputs, offset: int, options: Options,
+    grad: Tensor | None, grad_state: Tensor | None, inputs: LinearInputs, offset: int, options: Options,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, theta, decay and the first state, of those that are wanted and there."""
@@ -232,7 +233,7 @@ def _gradients(
         return [gradient if wants else None for gradient, wants in zip(found, wanted)]
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs[:_DIFFERENTIABLE]]
-        out, state = _one(Inputs(*leaves, *inputs[_DIFFERENTIABLE:]), offset, options, grad_state is not None)  # type: ignore[arg-type]
+        out, state = _one(LinearInputs(*leaves, *inputs[_DIFFERENTIABLE:]), offset, options, grad_state is not None)  # type: ignore[arg-type]
         pairs = [(x, g) for x, g in ((out, grad), (state, grad_state)) if x is not None and g is not None]
         results, given = zip(*pairs) if pairs else ((out,), (torch.zeros_like(out),))
         chosen: Any = [leaf for leaf, wants in zip(leaves, wanted) if wants]
@@ -240,10 +241,10 @@ def _gradients(
     return [next(each) if wants else None for wants in wanted]
 
 
-def _last_state(inputs: Inputs, offset: int, options: Options) -> Tensor:
+def _last_state(inputs: LinearInputs, offset: int, options: Options) -> Tensor:
     """The last states alone."""
     if options.kernels:
-        from warploom.ops.linear_attention.launches.forward import last_state
+        from warploom.ops.linear_attention.engine import last_state
 
         return last_state(inputs, options.one(True), offset, OPERATOR.plans)
     state: Any = _one(inputs._replace(q=inputs.k), offset, options, True)[1]
@@ -360,7 +361,7 @@ def _joined(
     The sums of its chunks make the state that travels, and with what comes in the states that its outputs are of,
     which are kept in ``states``.
     """
-    from warploom.ops.linear_attention.launches.forward import Shared, forward
+    from warploom.ops.linear_attention.engine import Continuation, forward
 
     initial = tensors[5]
     found: list[Tensor] = []
@@ -376,8 +377,8 @@ def _joined(
         return torch.zeros_like(own) if before is None else before.to(own.dtype).contiguous()
 
     plans = OPERATOR.plans.get((*map(tensor_key, tensors), *options, "joined", segment.tokens.stop), Plans)
-    shared, place = Shared(carry, states), offset + segment.start
-    out, after = forward(segment.of(tensors, None), options.one(options.return_state), place, plans, shared)
+    more, place = Continuation(carry, states), offset + segment.start
+    out, after = forward(segment.of(tensors, None), options.one(options.return_state), place, plans, more)
     state, factors = found
     return out, after, state, factors
 
@@ -459,10 +460,10 @@ def _kept_shape(tensors: Tensors, options: Options) -> tuple[int, ...]:
     """Of the states before chunks, where a part is in one sequence; it is the same for any number of tokens."""
     if not (options.kernels and options.causal):
         return (0,)
-    from warploom.ops.linear_attention.launches.calls import Call
+    from warploom.ops.linear_attention.engine import most_slots
 
-    inputs: Any = Inputs(*tensors)._replace(cu_seqlens=None)
-    return Call(inputs, options.one(True), 1).most_slots, *_state_shape(tensors, options, 1)[1:]
+    inputs: Any = LinearInputs(*tensors)._replace(cu_seqlens=None)
+    return most_slots(inputs, options.one(True)), *_state_shape(tensors, options, 1)[1:]
 
 
 def _save(
@@ -567,8 +568,7 @@ def _joined_gradients(
     factors: Tensor, offset: int, options: Options, run: _Run, wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Those of what `_joined` computes, in the same way."""
-    from warploom.ops.linear_attention.launches.backward import backward
-    from warploom.ops.linear_attention.launches.forward import Shared
+    from warploom.ops.linear_attention.engine import Continuation, backward
 
     grad, grad_last = grads
     of_last = None if grad_last is None or segment.goes_on else grad_last[segment.sequences].to(state.dtype)
@@ -588,8 +588,8 @@ def _joined_gradients(
     wants[-1] = wants[-1] and not segment.continued
     rest = ("gradients", segment.continued, segment.tokens.stop)
     plans = OPERATOR.plans.get((*map(tensor_key, tensors), *options, *rest), Plans)
-    shared, place = Shared(carry, states), offset + segment.start
-    return backward(grad, None, inputs, options.one(False), place, wants, plans, shared)
+    more, place = Continuation(carry, states), offset + segment.start
+    return backward(grad, None, inputs, options.one(False), place, wants, plans, more)
 
 
 def _without_tokens(grad_last: Tensor | None, tensors: Tensors, run: _Run, sums: _Sums) -> None:

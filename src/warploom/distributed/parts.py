@@ -9,7 +9,7 @@ import torch
 
 from warploom.distributed.layout import chunks_of
 from warploom.distributed.ranks import Bounds, remembered
-from warploom.ops.linear_attention.problem import Inputs
+from warploom.ops.linear_attention.call import LinearInputs
 from warploom.runtime.dispatch import Tensors
 
 Tensor = torch.Tensor
@@ -31,13 +31,13 @@ class Segment(NamedTuple):
     goes_on: bool
     """Whether its last sequence goes on on the next rank."""
 
-    def of(self, tensors: Tensors, initial: Tensor | None) -> Inputs:
+    def of(self, tensors: Tensors, initial: Tensor | None) -> LinearInputs:
         """Its inputs, from those of the part. The number among its positions is ``start`` more."""
         q, k, v, theta, decay, _, offsets, _ = tensors
         q, k, v = (x[:, self.tokens] for x in (q, k, v))
         decay = decay if decay is None or decay.dim() == 1 else decay[:, self.tokens]
         moved = None if offsets is None else offsets.long() + self.start
-        return Inputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens)
+        return LinearInputs(q, k, v, theta, decay, initial, moved, self.cu_seqlens)
 
 
 class Part(NamedTuple):

@@ -7,11 +7,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 
 from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, look
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
+from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.memory_order import make_dense, reorder_like
 from warploom.runtime.modes import is_plain_eager
 from warploom.runtime.names import hide_catch_alls, refuse_unknown
@@ -20,8 +21,8 @@ from warploom.runtime.sharding import Axes
 Tensor = torch.Tensor
 
 
-class Arguments(TypedDict, total=False):
-    """All arguments of `linear_attention` by name but the one that decides what it returns."""
+class LinearArguments(TypedDict, total=False):
+    """Arguments of `linear_attention` by name, all but the one that decides what it returns."""
 
     decay: Tensor | None
     theta: Tensor | None
@@ -38,15 +39,15 @@ class Arguments(TypedDict, total=False):
 
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **arguments: Unpack[Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **arguments: Unpack[LinearArguments]
 ) -> Tensor: ...
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **arguments: Unpack[Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **arguments: Unpack[LinearArguments]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[Arguments]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **arguments: Unpack[LinearArguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_catch_alls
 def linear_attention(
@@ -130,14 +131,16 @@ def linear_attention(
         refuse_unknown(linear_attention, _others, _unknown)
     q, k, v = cast_for_autocast(q, k, v)
     offsets, offset = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
-    tensors = (q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
+    inputs = LinearInputs(q, k, v, theta, decay, initial_state, offsets, cu_seqlens)
     options = (encoding, activation, interleaved, causal, scale, return_state)
-    return _function(backend, tensors, options, offset)  # type: ignore[no-any-return]
+    return _function(backend, inputs, options, offset)  # type: ignore[no-any-return]
 
 
-def _run_reference(tensors: Tensors, offset: int, call: ValidatedCall, _: str) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
-    options = call.options
+def _run_reference(
+    inputs: LinearInputs, offset: int, call: ValidatedCall, _: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
+    options: LinearOptions = call.options
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
@@ -152,16 +155,16 @@ def _run_reference(tensors: Tensors, offset: int, call: ValidatedCall, _: str) -
 
 
 def longest_of(cu_seqlens: Tensor | None) -> int | None:
-    """The length of the longest packed sequence, where it can be seen without waiting for a device."""
+    """Returns the length of the longest packed sequence, where it can be seen without waiting for a device."""
     if cu_seqlens is None or not cu_seqlens.is_cpu or not is_plain_eager(cu_seqlens):
         return None
     return int(cu_seqlens.diff().max())
 
 
-def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
+def _axes(inputs: LinearInputs, options: tuple[object, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads."""
-    _, _, _, theta, decay, _, offsets, cu_seqlens = tensors
-    states = "bh.." if cu_seqlens is None else ".h.."
+    theta, decay, offsets = inputs.theta, inputs.decay, inputs.offsets
+    states = "bh.." if inputs.cu_seqlens is None else ".h.."
     of_theta = "h." if theta is not None and theta.dim() == 2 else "."
     of_decay = "h" if decay is not None and decay.dim() == 1 else "b.h"
     of_offsets = "b" if offsets is not None and offsets.dim() else ""

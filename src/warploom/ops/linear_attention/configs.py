@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """How a launch is cut and compiled."""
 
     tokens: int
@@ -75,27 +75,27 @@ SHORT = 16
 """Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
 
 PIECE = 32
-"""Rows of a tile, at most, that products add up over: see `kernels.tiles`."""
+"""Rows of a tile, at most, that products add up over: see `triton.tiles`."""
 
 WIDE_PIECE = 128
 """The same, on Hopper and later, where gradients of encoded rows are made of numbers of 16 bits."""
 
 # By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
 # of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
-_TILES: dict[tuple[str, bool], list[tuple[int, Tile]]] = {
-    ("outputs", True): [(128, Tile(32, 128, 8, 3)), (256, Tile(16, 128, 8, 2))],
-    ("outputs", False): [(256, Tile(16, 64, 8, 1))],
-    ("wide", True): [(128, Tile(32, 64, 8, 2))],
-    ("decoded", True): [(128, Tile(16, 32, 4, 1)), (256, Tile(16, 64, 8, 1))],
-    ("decoded", False): [(256, Tile(16, 64, 8, 1))],
-    ("sums", True): [(128, Tile(32, 128, 8, 2)), (256, Tile(16, 64, 8, 2))],
-    ("sums", False): [(256, Tile(16, 64, 8, 1))],
-    ("decays", True): [(256, Tile(32, 64, 8, 1))],
-    ("decays", False): [(256, Tile(32, 32, 8, 1))],
+_TILES: dict[tuple[str, bool], list[tuple[int, LinearTile]]] = {
+    ("outputs", True): [(128, LinearTile(32, 128, 8, 3)), (256, LinearTile(16, 128, 8, 2))],
+    ("outputs", False): [(256, LinearTile(16, 64, 8, 1))],
+    ("wide", True): [(128, LinearTile(32, 64, 8, 2))],
+    ("decoded", True): [(128, LinearTile(16, 32, 4, 1)), (256, LinearTile(16, 64, 8, 1))],
+    ("decoded", False): [(256, LinearTile(16, 64, 8, 1))],
+    ("sums", True): [(128, LinearTile(32, 128, 8, 2)), (256, LinearTile(16, 64, 8, 2))],
+    ("sums", False): [(256, LinearTile(16, 64, 8, 1))],
+    ("decays", True): [(256, LinearTile(32, 64, 8, 1))],
+    ("decays", False): [(256, LinearTile(32, 32, 8, 1))],
 }
 
 
-def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Tile:
+def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> LinearTile:
     """Tiles of a launch.
 
     Args:
@@ -124,7 +124,7 @@ def is_held(numbers: int, half: bool, room: int) -> bool:
     return numbers * (2.5 if half else 7) <= room
 
 
-def step_tile(rows: int, columns: int) -> Tile:
+def step_tile(rows: int, columns: int) -> LinearTile:
     """Of a step, for a state of so many rows and columns.
 
     In any batch: other columns would add up features in another order. On an H200, over nine sizes of 1 to 64
@@ -132,7 +132,7 @@ def step_tile(rows: int, columns: int) -> Tile:
     the rows: on an H100, 64 heads and 1, 8 and 64 entries took 15.6, 71 and 506 µs with four warps and 13.3, 55 and
     369 with eight. Rotations take up to 1.04 times as long with eight.
     """
-    return Tile(1, min(32, in_power_of_two(columns)), 8 if rows >= 256 else 4, 1)
+    return LinearTile(1, min(32, in_power_of_two(columns)), 8 if rows >= 256 else 4, 1)
 
 
 def piece_of(features: int, wide: bool = False) -> int:

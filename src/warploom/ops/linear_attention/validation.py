@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.ops.linear_attention.problem import Options
+from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
-from warploom.runtime.dispatch import Tensors, ValidatedCall
+from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds, check_decays, check_positions
 
 Tensor = torch.Tensor
@@ -27,16 +27,16 @@ SCALES = (2.0**-60, 2.0**60)
 """The least and the largest size of a scale but 0, by which the kernels can divide a gradient and multiply it."""
 
 
-def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
-    """Validate a call.
+def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
+    """Validates a call.
 
     Args:
         name: Of the public function.
-        tensors: q, k, v, theta, decay, initial_state, offset (if it is a tensor) and cu_seqlens.
+        inputs: Its tensors.
         options: encoding, activation, interleaved, causal, scale and return_state.
         offset: The offset, if it is no tensor.
     """
-    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = tensors
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
     encoding, activation, interleaved, causal, scale, return_state = options
     _check_qkv(q, k, v)
     for argument, flag in (("interleaved", interleaved), ("causal", causal), ("return_state", return_state)):
@@ -69,23 +69,22 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], offset: Any) ->
     kind = "interleaved" if interleaved else encoding
     counted = offsets is None
     return ValidatedCall(
-        Options(kind, activation, causal, scale, return_state),
+        LinearOptions(kind, activation, causal, scale, return_state),
         reason,
         num_results=2 if return_state else 1,
         numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if counted else (0, 0),
     )
 
 
-def look(name: str, tensors: Tensors) -> None:
-    """Check what tensors of a valid call hold."""
-    q, _, _, _, decay, _, offsets, cu_seqlens = tensors
-    check_decays(name, "decay", decay)
-    check_positions(name, "offset", offsets)
-    check_bounds(name, "cu_seqlens", cu_seqlens, q.shape[1])
+def look(name: str, inputs: LinearInputs) -> None:
+    """Checks what tensors of a valid call hold."""
+    check_decays(name, "decay", inputs.decay)
+    check_positions(name, "offset", inputs.offsets)
+    check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.q.shape[1])
 
 
 def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) -> str | None:
-    """What the Triton kernels do not do in this call, if anything."""
+    """Returns what the Triton kernels do not do in this call, if anything."""
     for what, size in (("query or key", features), ("value", v.shape[-1])):
         if size > MAX_FEATURES:
             return f"a {what} of {size} features does not fit in one tile ({MAX_FEATURES} at most)"

@@ -13,11 +13,11 @@ from warploom.runtime.memory_order import empty_in_order, empty_in_order_of, mem
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.lrpe import launches
-    from warploom.ops.lrpe.softmax_sequence import launches as over_sequence
+    from warploom.ops.lrpe import engine
+    from warploom.ops.lrpe.softmax_sequence import engine as over_sequence
 else:
-    launches = LazyModule(".launches", __package__)
-    over_sequence = LazyModule(".softmax_sequence.launches", __package__)
+    engine = LazyModule(".engine", __package__)
+    over_sequence = LazyModule(".softmax_sequence.engine", __package__)
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def _forward(inputs: LrpeInputs, offset: int, options: LrpeOptions, plans: Plans
     """Returns the encoding and, of softmax over the sequence, its statistics."""
     if options.activation == "softmax_sequence":
         return over_sequence.forward(inputs, offset, options, plans)
-    return launches.forward(inputs, offset, options, plans), None
+    return engine.forward(inputs, offset, options, plans), None
 
 
 def _fake(inputs: LrpeInputs, options: LrpeOptions) -> Tensors:
@@ -57,7 +57,7 @@ def _backward(
     inputs = LrpeInputs(x, *others)
     if options.activation == "softmax_sequence":
         return over_sequence.backward(grad, inputs, offset, options, statistics, wanted[1], plans)
-    return launches.backward(grad, inputs, offset, options, wanted[1], plans, result)
+    return engine.backward(grad, inputs, offset, options, wanted[1], plans, result)
 
 
 def _backward_fake(

@@ -30,7 +30,7 @@ MAX_AXES = 4
 
 
 def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
-    """Validate a call.
+    """Validates a call.
 
     Args:
         name: Of the public function.
@@ -87,14 +87,14 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
 
 
 def look(name: str, inputs: LrpeInputs) -> None:
-    """Check what tensors of a valid call hold."""
+    """Checks what tensors of a valid call hold."""
     check_positions(name, "position_ids", inputs.position_ids)
     check_positions(name, "offset", inputs.offsets)
     check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.x.shape[1])
 
 
 def _beyond_kernels(x: Tensor, cu_seqlens: Tensor | None) -> str | None:
-    """What the Triton kernels do not do in this call, if anything."""
+    """Returns what the Triton kernels do not do in this call, if anything."""
     features = x.shape[-1]
     if features > MAX_FEATURES:
         return f"a row of {features} features does not fit in one tile ({MAX_FEATURES} at most)"
@@ -122,7 +122,7 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
 def _check_frequencies(
     name: str, kind: str, x: Tensor, theta: Tensor, ids: Tensor | None, grid: tuple[int, ...] | None
 ) -> None:
-    """Raise if an axis has more frequencies than features take: the rest would be ignored in silence."""
+    """Raises if an axis has more frequencies than features take: the rest would be ignored in silence."""
     features = x.shape[-1] if kind == "cosine" else x.shape[-1] // 2
     axes = len(grid or (0,))
     if ids is not None and ids.dim() == 3:

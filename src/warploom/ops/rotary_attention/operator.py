@@ -20,15 +20,15 @@ from warploom.runtime.modes import count_attention_pairs
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.rotary_attention import launches
+    from warploom.ops.rotary_attention import engine
 else:
-    launches = LazyModule(".launches", __package__)
+    engine = LazyModule(".engine", __package__)
 
 Tensor = torch.Tensor
 
 
 def _forward(inputs: RotaryInputs, _: int, options: RotaryOptions, plans: Plans) -> Tensors:
-    return launches.forward(inputs, options, plans)
+    return engine.forward(inputs, options, plans)
 
 
 def _fake(inputs: RotaryInputs, options: RotaryOptions) -> Tensors:
@@ -50,8 +50,8 @@ def _backward(
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     (grad,), (qkv, theta, *results) = grads, saved
-    forward = launches.RotaryResults(*results)
-    return launches.backward(grad, RotaryInputs(qkv, theta), forward, options, wanted[1], plans)
+    forward = engine.RotaryResults(*results)
+    return engine.backward(grad, RotaryInputs(qkv, theta), forward, options, wanted[1], plans)
 
 
 def _backward_fake(

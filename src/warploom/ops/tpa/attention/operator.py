@@ -15,9 +15,9 @@ from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.tpa.attention import launches
+    from warploom.ops.tpa.attention import engine
 else:
-    launches = LazyModule(".launches", __package__)
+    engine = LazyModule(".engine", __package__)
 
 Tensor = torch.Tensor
 
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     """The output, and what the backward computes the weights again from."""
     *factors, cu_seqlens = tensors
-    return launches.forward(Operands(*factors), Call(cu_seqlens, *options), plans)
+    return engine.forward(Operands(*factors), Call(cu_seqlens, *options), plans)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:
@@ -46,7 +46,7 @@ def _backward(
 ) -> Tensors:  # fmt: skip
     """Gradients of the six factors."""
     *factors, cu_seqlens, out, statistics = saved
-    return launches.backward(grads[0], out, statistics, Operands(*factors), Call(cu_seqlens, *options), plans)
+    return engine.backward(grads[0], out, statistics, Operands(*factors), Call(cu_seqlens, *options), plans)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:

@@ -13,16 +13,16 @@ from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from warploom.ops.tpa.decode.launches import portable as launches
+    from warploom.ops.tpa.decode import engine
 else:
-    launches = LazyModule(".launches.portable", __package__)
+    engine = LazyModule(".engine", __package__)
 
 Tensor = torch.Tensor
 
 
 def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
     aq, ak, av, bq, bk, bv, cache_seqlens = tensors
-    return (launches.decode(Operands(aq, ak, av, bq, bk, bv), launches.DecodeCall(cache_seqlens, *options), plans),)
+    return (engine.decode(Operands(aq, ak, av, bq, bk, bv), engine.DecodeCall(cache_seqlens, *options), plans),)
 
 
 def _fake(tensors: Tensors, options: Options) -> Tensors:

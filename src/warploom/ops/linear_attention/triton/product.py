@@ -1,0 +1,165 @@
+"""The kernel that goes through a chunk with its state: outputs, and the gradients of queries, keys and values.
+
+All four are one sum over pairs of tokens, of rows ``a`` with rows ``b``, times rows ``c``:
+
+    result_t = Σ_s decay(t, s) ⟨a_t, b_s⟩ c_s
+
+with s ≤ t for outputs (a, b, c = φ(q), φ(k), v) and gradients of φ(q) (do, v, φ(k)), and s ≥ t for those of φ(k)
+(v, do, φ(q)) and v (φ(k), φ(q), do). Within a tile pairs are taken; all others are in a state ``Σ_s b_s c_sᵀ``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.rows import Strides
+from warploom.ops.linear_attention.triton.tiles import (
+    LinearSizes,
+    StateScales,
+    StateStrides,
+    advance,
+    carry,
+    carry_loaded,
+    clear_tail,
+    encode,
+    load_pieces,
+    load_plain,
+    load_state,
+    load_steps,
+    locate,
+    power,
+    rounded_times,
+    row_pointers,
+    score,
+    store_decoded,
+    store_plain,
+    store_state,
+    tile_decays,
+    turn_from,
+    turn_within,
+    weigh_pairs,
+)
+from warploom.ops.lrpe.triton.rows import load_input
+
+
+class ProductConfig(NamedTuple):
+    """Of a product."""
+
+    DECODED: bool
+    """Whether results are gradients of what was encoded."""
+    REVERSE: bool
+    LOADED: bool
+    """Whether each tile loads the state again: see `configs.is_held`."""
+
+
+@triton.jit
+def product_kernel(
+    a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
+    scales: StateScales, sizes: LinearSizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
+    out_strides: Strides, initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr,
+    config: tl.constexpr, product: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of ``out`` (B, N, H, features) for a chunk of a head.
+
+    ``a`` and ``b`` are encoded and ``c`` is not, or the other product round if ``DECODED``: then ``out`` is the gradient
+    of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before and behind all
+    tiles; without causality ``initial`` (S, H, F, E) is that of all tokens. ``partial`` (slots, H, F) float64 are
+    sums for theta's gradient.
+    """
+    DECODED: tl.constexpr = product.DECODED
+    REVERSE: tl.constexpr = product.REVERSE
+    scale, into, out_of = scales
+    THETA: tl.constexpr = partial is not None
+    HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
+    RESULTS: tl.constexpr = 2 if DECODED and config.KIND != "none" else 1
+    READS_X: tl.constexpr = DECODED and (THETA or config.ACTIVATION != "none")
+    place = locate(offsets, cu_seqlens, offset, sizes)
+    first_e = 0 if DECODED else place.column * config.BLOCK_E
+    first_f = place.column * config.BLOCK_F if DECODED else 0
+    steps = load_steps(theta, place, first_f, 1 if DECODED else config.PIECES, sizes, spec, config)
+    within = turn_within(steps, config, HALF and not THETA)
+    index = place.slot if config.CAUSAL else place.sequence
+    if not product.LOADED:
+        state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, config, DECODED)
+    theta_sum = tl.zeros((config.BLOCK_F,), tl.float64)
+    tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
+    for tile in range(tiles):
+        first = place.first + (tiles - 1 - tile if REVERSE else tile) * config.BLOCK_T
+        n = first + tl.arange(0, config.BLOCK_T)
+        mask = n < place.last
+        a_rows = row_pointers(a, n, place, a_strides, spec.VEC)
+        out_rows = row_pointers(out, n, place, out_strides, spec.VEC)
+        if DECODED:
+            rows = load_plain(a_rows, mask, a_strides, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+        else:
+            rows = load_pieces(a_rows, mask, a_strides, 0, config.PIECES, spec, config)
+        if config.CAUSAL:
+            b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
+            c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
+            if DECODED:
+                others = load_plain(b_rows, mask, b_strides, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+                values = load_pieces(c_rows, mask, c_strides, first_f, 1, spec, config)
+            else:
+                others = load_pieces(b_rows, mask, b_strides, 0, config.PIECES, spec, config)
+                values = load_plain(c_rows, mask, c_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        original = (rows[0], rows[0])
+        if READS_X:
+            x_rows = row_pointers(x, n, place, x_strides, spec.VEC)
+            original = load_input(x_rows, mask, x_strides.f, first_f, spec, config.BLOCK_F)
+        turns = turn_from(first, place, steps, within, HALF and not THETA)
+        if not DECODED:
+            rows = encode(rows, turns, 0, spec, config)
+        if product.LOADED:
+            results = carry_loaded(
+                rows, initial, index, place.h, first_f, first_e, into, initial_strides, spec, config, DECODED,
+                RESULTS,
+            )  # fmt: skip
+        else:
+            results = carry(rows, state, RESULTS)
+        if config.CAUSAL:
+            if DECODED:
+                values = encode(values, turns, first_f, spec, config)
+            else:
+                others = encode(others, turns, 0, spec, config)
+            sums, behind, total, parts = tile_decays(decay, first, place.last, place, sizes, config)
+            before = power(sums, HALF)
+            behind = power(behind, HALF)
+            pairs = weigh_pairs(score(rows, others), parts, config, REVERSE, HALF)
+            whole = ()
+            for p in tl.static_range(RESULTS):
+                one = results[p]
+                if config.DECAY != "none":
+                    one *= (behind if REVERSE else before)[:, None]
+                whole = whole + (rounded_times(pairs, values[p], one) * scale,)
+            state = advance(state, others, values, before if REVERSE else behind, total, config, HALF)
+        else:
+            whole = ()
+            for p in tl.static_range(RESULTS):
+                whole = whole + (results[p] * scale,)
+        if DECODED:
+            dphi = store_decoded(out_rows, whole, original, turns, mask, out_strides, first_f, spec, config, THETA)
+            if THETA:
+                t = tl.arange(0, config.BLOCK_T).to(tl.float32)
+                at_first = first.to(tl.float64) + place.position.to(tl.float64)
+                at_first *= tl.sum(dphi, axis=0).to(tl.float64)
+                theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
+        else:
+            store_plain(out_rows, whole[0], mask, out_strides, first_e, config.E, config.BLOCK_E, spec.UNIT)
+    if cu_seqlens is not None:
+        if DECODED:
+            BOTH: tl.constexpr = 1 if spec.KIND == "cosine" else 2  # features of an angle
+            clear_tail(
+                out, place, sizes, out_strides, first_f * BOTH, spec.F * BOTH, config.BLOCK_F * BOTH, spec, config
+            )
+        else:
+            clear_tail(out, place, sizes, out_strides, first_e, config.E, config.BLOCK_E, spec, config)
+    if final is not None:
+        store_state(
+            final, state, place.slot, place.h, first_f, first_e, out_of, final_strides, spec, config, DECODED
+        )
+    if THETA:
+        f = first_f + tl.arange(0, config.BLOCK_F)
+        tl.store(partial + (place.slot * sizes.heads + place.h) * spec.F + f, theta_sum, mask=f < spec.F)

@@ -1,0 +1,620 @@
+"""Tiles of linear attention: where a program stands, how rows are loaded and encoded, decays, products, states.
+
+Tokens come in tiles (T, features) and tiles in chunks; a program goes through the tiles of one chunk of one head. What
+`φ` makes of a tile is a tuple of parts (T, F): two for ``rotate`` (both halves of the pairs) and ``cosine`` (cosines
+and sines), one without an encoding.
+
+No tile of tokens, and no piece of features that a product adds over, has more than 32 rows: products with 64 rows and
+more are those of Hopper's warp groups, whose descriptors the assembler of CUDA 12.8 mixes up where the factor in shared
+memory was computed in the same loop. Features of more than one piece are tuples of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import activate, exponential, exponential_float32, powers, reciprocal
+from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.phase import cos_sin, phase_step, wrapping_add
+from warploom.device.product import dot, rounded
+from warploom.ops.lrpe.triton.backward import turn_backward
+from warploom.ops.lrpe.triton.forward import turn
+from warploom.ops.lrpe.triton.rows import load_input, store_input
+
+FORGETS = tl.constexpr(-104.0)
+"""The least logarithm of a decay that is told from all below it: its power is 0 in float32."""
+
+
+class StateStrides(NamedTuple):
+    """Of a state (S, H, F, E). All but that of ``e`` come divided by `LinearConfig.STATE_VEC`."""
+
+    s: tl.int64
+    h: tl.int64
+    f: tl.int64
+    e: tl.int64
+
+
+class LinearSizes(NamedTuple):
+    """Of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
+
+    tokens: tl.int32  # of a batch entry
+    heads: tl.int32
+    chunks: tl.int32  # of a batch entry
+    chunk: tl.int32  # tokens of a chunk
+    columns: tl.int32  # blocks of a result's features
+    sequences: tl.int32  # packed ones
+    cu_stride: tl.int64
+    theta_h: tl.int64
+    theta_f: tl.int64
+    offsets_b: tl.int64
+    decay_b: tl.int64
+    decay_n: tl.int64
+    decay_h: tl.int64
+
+
+class StateScales(NamedTuple):
+    """Of what a product reads and writes."""
+
+    scale: tl.float32  # of results
+    into: tl.float32  # of the state before it
+    out_of: tl.float32  # of the state behind it
+
+
+class LinearConfig(NamedTuple):
+    """What a kernel is compiled for."""
+
+    KIND: tl.constexpr  # none, rotate, interleaved or cosine
+    ACTIVATION: tl.constexpr
+    DECAY: tl.constexpr  # none, head or token
+    CAUSAL: tl.constexpr
+    E: tl.constexpr  # features of a value
+    BLOCK_T: tl.constexpr
+    BLOCK_F: tl.constexpr  # angles, or features without them, of a tile
+    BLOCK_E: tl.constexpr  # features of a value, of a tile
+    PIECES: tl.constexpr  # tiles of the side of a state over which products with it add up
+    STATE_VEC: tl.constexpr  # common divisor of states' strides, where a value's features are adjacent, or 0
+
+
+class ChunkPlace(NamedTuple):
+    """Where a program stands."""
+
+    b: tl.tensor  # batch entry
+    h: tl.tensor  # head
+    slot: tl.tensor  # number of the chunk among all
+    sequence: tl.tensor  # packed sequence, or batch entry
+    start: tl.tensor  # token at which the sequence begins
+    first: tl.tensor  # the chunk's first token within the sequence
+    last: tl.tensor  # and the one behind its last
+    position: tl.tensor  # of the sequence's first token: int64 where a tensor gives it
+    column: tl.tensor  # block of features of the result
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Places and rows
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(offsets, cu_seqlens, offset, sizes):
+    """This program's place. Blocks of columns, which read the same rows, lie next to each other, then heads."""
+    program = tl.program_id(0)
+    column = program % sizes.columns
+    program = program // sizes.columns
+    h = program % sizes.heads
+    slot = program // sizes.heads
+    if cu_seqlens is not None:
+        sequence, c = sequence_of_tile(slot, cu_seqlens, sizes.cu_stride, sizes.sequences, sizes.chunk)
+        start, length = sequence_bounds(sequence, cu_seqlens, sizes.cu_stride)
+        start = tl.minimum(tl.maximum(start, 0), sizes.tokens)
+        length = tl.minimum(length, sizes.tokens - start)
+        b = slot * 0
+    else:
+        b = slot // sizes.chunks
+        c = slot - b * sizes.chunks
+        sequence, start, length = b, slot * 0, sizes.tokens
+    if offsets is not None:
+        offset = tl.load(offsets + b.to(tl.int64) * sizes.offsets_b).to(tl.int64)
+    first = c * sizes.chunk
+    last = tl.minimum(length, first + sizes.chunk)
+    return ChunkPlace(b.to(tl.int64), h.to(tl.int64), slot.to(tl.int64), sequence.to(tl.int64), start, first, last, offset,
+                 column)  # fmt: skip
+
+
+@triton.jit
+def tail_of(place, sizes):
+    """The first and last token, within the sequence, of the chunk's rows that lie behind all packed sequences.
+
+    The last sequence has the chunks from its first token to the end of all rows: see `warploom.device.packed`.
+    """
+    first = tl.maximum(place.first, place.last)
+    last = tl.minimum(place.first + sizes.chunk, sizes.tokens - place.start)
+    return first, tl.where(place.sequence == sizes.sequences - 1, last, first)
+
+
+@triton.jit
+def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
+    """Pointers (T, 1) to feature 0 of the tokens ``n`` of the place's sequence, in 64 bits."""
+    head = ptr + (place.b * (strides.b * VEC) + place.h * (strides.h * VEC))
+    return head + ((place.start + n).to(tl.int64) * (strides.n * VEC))[:, None]
+
+
+@triton.jit
+def load_plain(
+    rows, mask, strides, first, PIECES: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """The features from ``first`` on, in tiles (T, BLOCK)."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        f = first + i * BLOCK + tl.arange(0, BLOCK)
+        ptrs = rows + (f if UNIT else f * strides.f)[None, :]
+        found = found + (tl.load(ptrs, mask=mask[:, None] & (f < FEATURES)[None, :], other=0.0),)
+    return found
+
+
+@triton.jit
+def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """The inverse of `load_plain`, of one tile."""
+    f = first + tl.arange(0, BLOCK)
+    ptrs = rows + (f if UNIT else f * strides.f)[None, :]
+    tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
+
+
+@triton.jit
+def clear_tail(
+    out, place, sizes, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr,
+    config: tl.constexpr,
+):  # fmt: skip
+    """Store zeros in the rows of `tail_of`, in BLOCK features from ``first`` on."""
+    start, end = tail_of(place, sizes)
+    for begin in range(start, end, config.BLOCK_T):
+        n = begin + tl.arange(0, config.BLOCK_T)
+        rows = row_pointers(out, n, place, strides, spec.VEC)
+        zeros = tl.zeros((config.BLOCK_T, BLOCK), tl.float32)
+        store_plain(rows, zeros, n < end, strides, first, FEATURES, BLOCK, spec.UNIT)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encoding
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.constexpr, config: tl.constexpr):
+    """Phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
+    steps = ()
+    if config.KIND != "none":
+        for i in tl.static_range(PIECES):
+            f = first + i * config.BLOCK_F + tl.arange(0, config.BLOCK_F)
+            ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
+            steps = steps + (phase_step(tl.load(ptrs, mask=f < spec.E, other=0.0)[None, :]),)
+    return steps
+
+
+@triton.jit
+def turn_within(steps, config: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
+    turns = ()
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        turns = turns + (cos_sin(tl.arange(0, config.BLOCK_T)[:, None], whole, rest, unit, HALF),)
+    return turns
+
+
+@triton.jit
+def turn_from(first, place, steps, within, HALF: tl.constexpr):
+    """Cosines and sines of the tile whose first token is ``first``: its angle is added to those of `turn_within`."""
+    turns = ()
+    position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
+    for i in tl.static_range(len(steps)):
+        whole, rest, unit = steps[i]
+        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+        c, s = within[i]
+        turns = turns + ((tl.fma(c, cosine, -(s * sine)), tl.fma(s, cosine, c * sine)),)
+    return turns
+
+
+@triton.jit
+def load_pieces(
+    rows, mask, strides, first, PIECES: tl.constexpr, spec: tl.constexpr, config: tl.constexpr
+):  # fmt: skip
+    """What is to be encoded, from angle ``first`` on: of every piece its features (T, F), or both of its pairs."""
+    found = ()
+    for i in tl.static_range(PIECES):
+        one, two = load_input(rows, mask, strides.f, first + i * config.BLOCK_F, spec, config.BLOCK_F)
+        if spec.KIND == "cosine":
+            found = found + (one,)
+        else:
+            found = found + (one, two)
+    return found
+
+
+@triton.jit
+def softmax_of(x, first, spec: tl.constexpr, config: tl.constexpr):
+    """Softmax over the features of all tiles of `load_pieces`."""
+    MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+    top = tl.full((config.BLOCK_T, 1), float("-inf"), tl.float32)
+    masked = ()
+    for i in tl.static_range(len(x)):
+        inside = first + (i // MEMBERS) * config.BLOCK_F + tl.arange(0, config.BLOCK_F) < spec.F
+        one = tl.where(inside[None, :], x[i].to(tl.float32), float("-inf"))
+        top = tl.maximum(top, tl.max(one, axis=1)[:, None])
+        masked = masked + (one,)
+    total = tl.zeros((config.BLOCK_T,), tl.float32)
+    found = ()
+    for i in tl.static_range(len(x)):
+        one = powers(masked[i], top)
+        total += tl.sum(one, axis=1)
+        found = found + (one,)
+    scale = reciprocal(total)[:, None]
+    scaled = ()
+    for i in tl.static_range(len(x)):
+        scaled = scaled + (found[i] * scale,)
+    return scaled
+
+
+@triton.jit
+def activated(x, first, spec: tl.constexpr, config: tl.constexpr):
+    """Tiles of `load_pieces` behind their activation, in float32; zero where there are no features."""
+    found = ()
+    if config.ACTIVATION == "softmax":
+        found = softmax_of(x, first, spec, config)
+    else:
+        MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+        for i in tl.static_range(len(x)):
+            one = activate(x[i].to(tl.float32), config.ACTIVATION)
+            if config.ACTIVATION == "sigmoid":
+                inside = first + (i // MEMBERS) * config.BLOCK_F + tl.arange(0, config.BLOCK_F) < spec.F
+                one = tl.where(inside[None, :], one, 0.0)
+            found = found + (one,)
+    return found
+
+
+@triton.jit
+def encode(x, turns, first, spec: tl.constexpr, config: tl.constexpr):
+    """``φ`` of the tiles of `load_pieces`, in the dtype of memory: of every piece its parts (T, F)."""
+    dtype: tl.constexpr = x[0].dtype
+    found = ()
+    if config.KIND == "none" and config.ACTIVATION == "none":
+        found = x
+    else:
+        y = activated(x, first, spec, config)
+        if config.KIND == "none":
+            for i in tl.static_range(len(y)):
+                found = found + (rounded(y[i], dtype),)
+        else:
+            MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
+            for i in tl.static_range(len(turns)):
+                cosine, sine = turns[i]
+                one, two = turn(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
+                found = found + (rounded(one, dtype), rounded(two, dtype))
+    return found
+
+
+@triton.jit
+def store_decoded(
+    rows, grads, x, turns, mask, strides, first, spec: tl.constexpr, config: tl.constexpr, THETA: tl.constexpr
+):  # fmt: skip
+    """Store the gradient of a tile from those of its parts, float32; return that of its angles (T, F)."""
+    if config.KIND == "none":
+        if config.ACTIVATION == "none":
+            d1 = grads[0]
+        else:
+            one = tl.full(grads[0].shape, 1.0, tl.float32)
+            zero = tl.zeros(grads[0].shape, tl.float32)
+            x1 = x[0].to(tl.float32)
+            d1, _, _ = turn_backward(
+                x1, x1, grads[0], zero, one, zero, spec, config.ACTIVATION, False, config.BLOCK_F
+            )
+        d2 = d1
+        dphi = d1
+    else:
+        x1 = x[0]
+        x2 = x[1]
+        cosine, sine = turns[0]
+        if config.ACTIVATION != "none" or THETA:
+            x1 = x1.to(tl.float32)
+            x2 = x2.to(tl.float32)
+        d1, d2, dphi = turn_backward(
+            x1, x2, grads[0], grads[1], cosine, sine, spec, config.ACTIVATION, THETA, config.BLOCK_F
+        )
+    dtype: tl.constexpr = rows.dtype.element_ty
+    store_input(rows, rounded(d1, dtype), rounded(d2, dtype), mask, strides.f, first, spec, config.BLOCK_F)
+    return dphi
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Decays
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def power(x, HALF: tl.constexpr):
+    """eˣ, to float32's accuracy unless results are rounded to 16 bits."""
+    if HALF:
+        y = exponential(x)
+    else:
+        y = exponential_float32(x)
+    return y
+
+
+@triton.jit
+def bounded(g):
+    """The logarithm of a decay, from `FORGETS` on: below it eˣ is 0 in float32 anyway, and sums stay small. NaN stays."""
+    return tl.where(g < FORGETS, FORGETS, g)
+
+
+@triton.jit
+def tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
+    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it; of all; and `decay_parts`.
+
+    The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
+    """
+    t = tl.arange(0, config.BLOCK_T)
+    count = last - first
+    if config.DECAY == "none":
+        a = tl.zeros((config.BLOCK_T,), tl.float32)
+        behind = a
+        total = 0.0
+        parts = (a,)
+    elif config.DECAY == "head":
+        g = bounded(tl.load(decay + place.h * sizes.decay_h).to(tl.float32))
+        count = tl.minimum(count, config.BLOCK_T).to(tl.float32)
+        until = tl.minimum((t + 1).to(tl.float32), count)
+        a = g * until
+        behind = g * (count - until)
+        total = g * count
+        parts = (a,)
+    else:
+        n = (place.start + first + t).to(tl.int64)
+        ptrs = decay + place.b * sizes.decay_b + n * sizes.decay_n + place.h * sizes.decay_h
+        g = bounded(tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32))
+        parts = decay_parts(g)
+        a = parts[0] + parts[1]
+        within = t + 1 < tl.minimum(count, config.BLOCK_T)
+        next_one = bounded(tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32))
+        behind = tl.cumsum(next_one, axis=0, reverse=True)
+        total = tl.sum(g, axis=0)
+    return a, behind, total, parts
+
+
+@triton.jit
+def decay_parts(g):
+    """Sums (T,) of the whole numbers in logarithms of decays up to and with each token, and of what these leave.
+
+    The first are exact. So are their differences: strong decays leave no rounding in the sums of the weak ones behind
+    them. Of decays that are all weaker than 1/e the first are 0.
+    """
+    whole = -tl.floor(-g)
+    return tl.cumsum(whole, axis=0), tl.cumsum(g - whole, axis=0)
+
+
+@triton.jit
+def decays_between(parts, REVERSE: tl.constexpr):
+    """Sums (T, T) of logarithms of decays from the column's token to the row's, or the other way if ``REVERSE``."""
+    between = parts[0][None, :] - parts[0][:, None] if REVERSE else parts[0][:, None] - parts[0][None, :]
+    if len(parts) > 1:
+        between += parts[1][None, :] - parts[1][:, None] if REVERSE else parts[1][:, None] - parts[1][None, :]
+    return between
+
+
+@triton.jit
+def weigh_pairs(scores, parts, config: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
+    """Scores (T, T) of pairs of a tile, times the decay between them; zero where the row's token sees not the column's.
+
+    A token sees those before it and itself, or if ``REVERSE`` those behind it.
+    """
+    t = tl.arange(0, config.BLOCK_T)
+    if REVERSE:
+        seen = t[:, None] <= t[None, :]
+    else:
+        seen = t[:, None] >= t[None, :]
+    if config.DECAY != "none":
+        scores *= power(tl.where(seen, decays_between(parts, REVERSE), 0.0), HALF)
+    return tl.where(seen, scores, 0.0)
+
+
+@triton.jit
+def weigh_rows(x, weights):
+    """A tile, times a weight (T,) for each of its rows, in its dtype."""
+    return rounded(x.to(tl.float32) * weights[:, None], x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Products
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def size_of(x):
+    """A power of two by which the finite numbers of the tile ``x`` fit float16."""
+    sizes = tl.abs(x)
+    largest = tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1), axis=0)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
+    exponent = tl.minimum(tl.maximum(exponent, 0), 113)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times_rounded(a, x, acc):
+    """``a · x + acc``, where ``x`` is float32 and is rounded to the dtype of ``a``."""
+    if a.dtype == tl.float16:  # which does not hold every float32
+        size = size_of(x)
+        acc += dot(a, rounded(x / size, a.dtype), tl.zeros(acc.shape, tl.float32)) * size
+    else:
+        acc = dot(a, rounded(x, a.dtype), acc)
+    return acc
+
+
+@triton.jit
+def rounded_times(x, c, acc):
+    """``x · c + acc``, where ``x`` is float32 and is rounded to the dtype of ``c``."""
+    if c.dtype == tl.float16:
+        size = size_of(x)
+        acc += dot(rounded(x / size, c.dtype), c, tl.zeros(acc.shape, tl.float32)) * size
+    else:
+        acc = dot(rounded(x, c.dtype), c, acc)
+    return acc
+
+
+@triton.jit
+def score(a, b):
+    """Inner products (T, T) of the rows of two tuples of tiles."""
+    scores = tl.zeros((a[0].shape[0], b[0].shape[0]), tl.float32)
+    for i in tl.static_range(len(a)):
+        scores = dot(a[i], tl.trans(b[i]), scores)
+    return scores
+
+
+@triton.jit
+def carry(a, state, RESULTS: tl.constexpr):
+    """``a · state`` in float32: of so many results a tile."""
+    found = ()
+    for p in tl.static_range(RESULTS):
+        acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
+        for i in tl.static_range(len(a)):
+            acc = times_rounded(a[i], state[i * RESULTS + p], acc)
+        found = found + (acc,)
+    return found
+
+
+@triton.jit
+def advance(state, b, c, weights, total, config: tl.constexpr, HALF: tl.constexpr):
+    """The state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens."""
+    decayed = ()
+    for p in tl.static_range(len(c)):
+        if config.DECAY == "none":
+            decayed = decayed + (c[p],)
+        else:
+            decayed = decayed + (weigh_rows(c[p], weights),)
+    found = ()
+    for i in tl.static_range(len(b)):
+        for p in tl.static_range(len(c)):
+            one = state[i * len(c) + p]
+            if config.DECAY != "none":
+                one *= power(total, False)
+            found = found + (dot(tl.trans(b[i]), decayed[p], one),)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------
+# States
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def state_rows(p: tl.constexpr, first, spec: tl.constexpr, config: tl.constexpr):
+    """Which features (F,) of φ part ``p`` holds from ``first`` on, and which of them there are."""
+    f = first + tl.arange(0, config.BLOCK_F)
+    if config.KIND == "interleaved":
+        rows = 2 * f + p
+    else:
+        rows = f + p * spec.F
+    return rows, f < spec.F
+
+
+@triton.jit
+def state_pointers(
+    ptr, index, h, first_f, first_e, p: tl.constexpr, strides, spec: tl.constexpr, config: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to part ``p`` of a state, (F, E) or ``TRANSPOSED`` (E, F), and which of them there are."""
+    f, f_mask = state_rows(p, first_f, spec, config)
+    e = first_e + tl.arange(0, config.BLOCK_E)
+    e_mask = e < config.E
+    VEC: tl.constexpr = max(config.STATE_VEC, 1)
+    head = ptr + index * (strides.s * VEC) + h * (strides.h * VEC)
+    rows = f.to(tl.int64) * (strides.f * VEC)
+    columns = e if config.STATE_VEC else e * strides.e
+    if TRANSPOSED:
+        ptrs = head + rows[None, :] + columns[:, None]
+        mask = f_mask[None, :] & e_mask[:, None]
+    else:
+        ptrs = head + rows[:, None] + columns[None, :]
+        mask = f_mask[:, None] & e_mask[None, :]
+    return ptrs, mask
+
+
+@triton.jit
+def load_state(
+    ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a state in float32, times a factor; zeros where there is none.
+
+    They are those of all features of φ by ``BLOCK_E`` of a value from ``first_e`` on, of every piece its parts; or
+    ``TRANSPOSED`` those of all features of a value by both parts' ``BLOCK_F`` from ``first_f`` on.
+    """
+    state = ()
+    for i in tl.static_range(config.PIECES):
+        state = state + load_state_piece(
+            ptr, i, index, h, first_f, first_e, factor, strides, spec, config, TRANSPOSED
+        )
+    return state
+
+
+@triton.jit
+def load_state_piece(
+    ptr, i: tl.constexpr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The parts of piece ``i`` of `load_state`."""
+    PARTS: tl.constexpr = 1 if config.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else config.BLOCK_F
+    E_STEP: tl.constexpr = config.BLOCK_E if TRANSPOSED else 0
+    parts = ()
+    for p in tl.static_range(PARTS):
+        if ptr is None:
+            if TRANSPOSED:
+                one = tl.zeros((config.BLOCK_E, config.BLOCK_F), tl.float32)
+            else:
+                one = tl.zeros((config.BLOCK_F, config.BLOCK_E), tl.float32)
+        else:
+            ptrs, mask = state_pointers(
+                ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, config, TRANSPOSED
+            )
+            one = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * factor
+        parts = parts + (one,)
+    return parts
+
+
+@triton.jit
+def carry_loaded(
+    a, ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RESULTS: tl.constexpr,
+):  # fmt: skip
+    """`carry` with a state that is loaded piece by piece, and of which no more is held."""
+    ROWS: tl.constexpr = len(a) // config.PIECES
+    found = ()
+    for _p in tl.static_range(RESULTS):
+        zeros = tl.zeros((a[0].shape[0], config.BLOCK_F if TRANSPOSED else config.BLOCK_E), tl.float32)
+        found = found + (zeros,)
+    for i in tl.static_range(config.PIECES):
+        piece = load_state_piece(ptr, i, index, h, first_f, first_e, factor, strides, spec, config, TRANSPOSED)
+        whole = ()
+        for p in tl.static_range(RESULTS):
+            acc = found[p]
+            for j in tl.static_range(ROWS):
+                acc = times_rounded(a[i * ROWS + j], piece[j * RESULTS + p], acc)
+            whole = whole + (acc,)
+        found = whole
+    return found
+
+
+@triton.jit
+def store_state(
+    ptr, state, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_state`."""
+    PARTS: tl.constexpr = 1 if config.KIND == "none" else 2
+    F_STEP: tl.constexpr = 0 if TRANSPOSED else config.BLOCK_F
+    E_STEP: tl.constexpr = config.BLOCK_E if TRANSPOSED else 0
+    for i in tl.static_range(config.PIECES):
+        for p in tl.static_range(PARTS):
+            ptrs, mask = state_pointers(
+                ptr, index, h, first_f + i * F_STEP, first_e + i * E_STEP, p, strides, spec, config, TRANSPOSED
+            )
+            tl.store(ptrs, (state[i * PARTS + p] * factor).to(ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,272 @@
+"""Tiles of softmax over the sequence: which tokens and features they are, how they are read, and what programs publish.
+
+A column is a feature of one (batch entry or packed sequence, head). A feature slab has ``W`` angles of a head, and so the
+columns of P members. Its tokens are cut into parts. A tile is a part of a slab; tiles are numbered (batch entry, head,
+part, slab), slabs fastest. Of packed sequences a tile holds several runs.
+
+What is known of columns is (1, P · W) in float32, members alternating. Programs publish it in slots, float32
+(B · H · slabs, slots, KINDS, P · W): one for each part; of packed sequences, part + sequence: both only grow from token
+to token, so no two runs share one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import widen
+from warploom.device.packed import sequence_of
+from warploom.device.phase import cos_sin
+from warploom.ops.lrpe.triton.angles import Angles, RowSpec, divide, token_positions
+from warploom.ops.lrpe.triton.forward import turn
+from warploom.ops.lrpe.triton.rows import RowStrides, load_input, store_input, store_pair
+
+
+class SequenceSizes(NamedTuple):
+    """How the work is cut; the inverses are for `divide`."""
+
+    tokens: tl.int32
+    heads: tl.int32
+    heads_inverse: tl.int64
+    parts: tl.int32
+    parts_inverse: tl.int64
+    part_tokens: tl.int32
+    slots: tl.int32
+    tiles: tl.int32
+    rounds: tl.int32
+    lag: tl.int32
+
+
+class SequenceConfig(NamedTuple):
+    """What a kernel is compiled for."""
+
+    spec: RowSpec
+    P: int
+    """Members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``."""
+    EXACT: int
+    """Whether results are in float32: 1 those of 16-bit numbers, 2 those of float32."""
+    EXACT_SUMS: int
+    """The same of sums over columns, on which theta's gradient rests."""
+    STEPPED: bool
+    """Whether rows of a block are a constant angle from those of the one before."""
+    R: int
+    """Rows of a block, of W angles."""
+    W: int
+    STAGES: int
+    """Loads under way at once in loops over a tile."""
+
+
+class SequenceCall(NamedTuple):
+    """What a kernel is given. ``out`` is the gradient of x in a backward, and ``grad`` None in a forward."""
+
+    x: tl.tensor
+    grad: tl.tensor
+    out: tl.tensor
+    statistics: tl.tensor
+    partial: tl.tensor
+    """And ``arrived`` (B · H · slabs,), zeros: None where a tile holds all tokens."""
+    arrived: tl.tensor
+    dtheta: tl.tensor
+    cu_seqlens: tl.tensor
+    angles: Angles
+    sizes: SequenceSizes
+    x_strides: RowStrides
+    grad_strides: RowStrides
+    out_strides: RowStrides
+
+
+class SlabTile(NamedTuple):
+    """Tokens ``start`` to ``end`` of a slab, whose angles begin with ``first``, and the groups that they belong to."""
+
+    b: tl.tensor
+    h: tl.tensor
+    first: tl.tensor
+    part: tl.tensor
+    slab: tl.tensor
+    """Its number among those of all heads."""
+    start: tl.tensor
+    end: tl.tensor
+    first_group: tl.tensor
+    last_group: tl.tensor
+
+
+class Run(NamedTuple):
+    """The tokens of one group, a batch entry or a packed sequence, in a tile."""
+
+    start: tl.tensor
+    end: tl.tensor
+    group: tl.tensor
+    group_start: tl.tensor
+    first_slot: tl.tensor
+    """Of the group; the run's own is ``slot``."""
+    slot: tl.tensor
+    slots: tl.tensor
+
+
+@triton.jit
+def tile_of(number, call, config: tl.constexpr):
+    """The tile of a number."""
+    SLABS: tl.constexpr = (config.spec.F + config.W - 1) // config.W
+    sizes = call.sizes
+    rest = number // SLABS
+    unit = divide(rest, sizes.parts_inverse)
+    part = rest - unit * sizes.parts
+    b = divide(unit, sizes.heads_inverse)
+    start = part * sizes.part_tokens
+    end = tl.minimum(start + sizes.part_tokens, sizes.tokens)
+    first_group = b
+    last_group = b
+    if call.cu_seqlens is not None:
+        ends = start + tl.arange(0, 2) * (end - 1 - start)
+        numbers = call.angles.numbers
+        touched = sequence_of(ends, call.cu_seqlens, numbers.cu_stride, numbers.sequences)
+        first_group = tl.min(touched, axis=0)
+        last_group = tl.max(touched, axis=0)
+    slab = number - rest * SLABS
+    return SlabTile(
+        b.to(tl.int64), (unit - b * sizes.heads).to(tl.int64), slab * config.W, part, unit * SLABS + slab, start, end,
+        first_group, last_group,
+    )  # fmt: skip
+
+
+@triton.jit
+def run_of(group, tile, call):
+    """The tokens of a group in a tile."""
+    sizes = call.sizes
+    group = tile.start * 0 + group
+    start, end, group_start, group_end = tile.start, tile.end, tile.start * 0, sizes.tokens
+    first_slot = tile.start * 0
+    slot = tile.part
+    if call.cu_seqlens is not None:
+        bounds = call.cu_seqlens + group * call.angles.numbers.cu_stride
+        group_start = tl.load(bounds).to(tl.int32)
+        group_end = tl.load(bounds + call.angles.numbers.cu_stride).to(tl.int32)
+        group_start = tl.minimum(tl.maximum(group_start, 0), sizes.tokens)
+        group_end = tl.minimum(tl.maximum(group_end, group_start), sizes.tokens)
+        # Behind the end if there are no tokens.
+        start = tl.minimum(tl.maximum(start, group_start), sizes.tokens - 1)
+        end = tl.minimum(end, group_end)
+        first_slot = group_start // sizes.part_tokens + group
+        slot += group
+    slots = (group_end + sizes.part_tokens - 1) // sizes.part_tokens - group_start // sizes.part_tokens
+    return Run(start, end, group.to(tl.int64), group_start, first_slot, slot, slots)
+
+
+@triton.jit
+def slab_rows(base, strides, tile, VEC: tl.constexpr):
+    """Token 0 of a tile's batch entry and head, (1, 1)."""
+    return base + (tile.b * (strides.s * VEC) + tile.h * (strides.u * VEC) + tl.zeros((1, 1), tl.int64))
+
+
+@triton.jit
+def block_rows(row, run, R: tl.constexpr):
+    """Tokens of a block (R,), and which of them are the run's."""
+    n = row + tl.arange(0, R)
+    return n, n < run.end
+
+
+@triton.jit
+def clear_tail(tile, call, config: tl.constexpr):
+    """Write zeros, output or gradient, to a tile's rows behind the last sequence."""
+    spec: tl.constexpr = config.spec
+    numbers = call.angles.numbers
+    behind = tl.load(call.cu_seqlens + numbers.sequences * numbers.cu_stride).to(tl.int32)
+    rows = slab_rows(call.out, call.out_strides, tile, spec.VEC)
+    zeros = tl.zeros((config.R, config.W), tl.float32)
+    for row in range(tl.maximum(tile.start, behind), tile.end, config.R):
+        n = row + tl.arange(0, config.R)
+        to = rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)
+        if call.grad is None:
+            store_pair(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, config.W)
+        else:
+            store_input(to, zeros, zeros, n < tile.end, call.out_strides.f, tile.first, spec, config.W)
+
+
+@triton.jit
+def load_x(row, run, tile, call, config: tl.constexpr):
+    """Both members of a block of ``x`` in float32, (R, W) each. Rows behind the run's last token are as that."""
+    spec: tl.constexpr = config.spec
+    n, _ = block_rows(row, run, config.R)
+    n = tl.minimum(n, run.end - 1).to(tl.int64)[:, None]
+    rows = slab_rows(call.x, call.x_strides, tile, spec.VEC) + n * (call.x_strides.n * spec.VEC)
+    mask = tl.full((config.R,), True, tl.int1)
+    x1, x2 = load_input(rows, mask, call.x_strides.f, tile.first, spec, config.W)
+    return widen(x1), widen(x2)
+
+
+@triton.jit
+def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
+    """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
+    n, mask = block_rows(row, run, config.R)
+    axis = (tile.first + tl.arange(0, config.W)) // config.spec.E
+    place = n if call.angles.position_ids is not None else n - run.group_start
+    position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, config.spec.AXES)
+    whole, rest, unit = steps
+    cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
+    return position, cosine, sine
+
+
+@triton.jit
+def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
+    """What `next_angles` takes for a run's first block.
+
+    With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
+    """
+    if config.STEPPED:
+        _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, config)
+        whole, rest, unit = steps
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), whole, rest, unit, not EXACT)
+        turning = (cosine, sine, step_cosine, step_sine)
+    else:
+        turning = (run.start,)
+    return turning
+
+
+@triton.jit
+def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
+    """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
+
+    To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
+    with the number of steps: 1e-4 after 128. For results in float32 each fourth block has new angles.
+    """
+    position = 0
+    if config.STEPPED:
+        cosine, sine, step_cosine, step_sine = turning
+        if EXACT:
+            if (row - run.start) // config.R % 4 == 0:
+                _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
+        next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
+        turning = (next_cosine, next_sine, step_cosine, step_sine)
+    else:
+        position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
+    return position, cosine, sine, turning
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What programs tell each other
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def slot_pointers(call, slot, tile, config: tl.constexpr):
+    """A slot's first kind of columns, (1, P · W)."""
+    KINDS: tl.constexpr = 2 if call.grad is None else 1
+    c = tl.arange(0, config.P * config.W)[None, :]
+    return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * config.P * config.W) + c
+
+
+@triton.jit
+def arrive(call, tile):
+    """Publish what the program has written: count one more tile of the slab as reduced."""
+    tl.debug_barrier()
+    tl.atomic_add(call.arrived + tile.slab, 1, sem="release")
+
+
+@triton.jit
+def wait(call, tile):
+    """Wait until all tiles of the slab have been reduced: by programs that run, in rounds that wait for no later one."""
+    while tl.atomic_add(call.arrived + tile.slab, 0, sem="acquire") < call.sizes.parts:
+        pass
+    tl.debug_barrier()

@@ -1,0 +1,182 @@
+"""Launches of rotary attention: those of its two operators, on parts of the same tensors."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from warploom.ops.flash_attention import engine as attention
+from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.lrpe import engine as lrpe
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
+from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
+from warploom.ops.rotary_attention.triton import rotate_kernel
+from warploom.runtime.launch import ALIGNMENT, Dense, Launch, are_aligned
+from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.plans import Plans
+from warploom.runtime.pytorch import view
+
+Tensor = torch.Tensor
+
+_CAUSAL = Mask(right=0)
+
+
+class RotaryResults(NamedTuple):
+    """Results of a forward."""
+
+    out: Tensor  # (B, N, H, D)
+    turned: Tensor  # rotated queries and keys (B, N, H + Hkv, D)
+    statistics: Tensor  # attention's
+
+
+def forward(inputs: RotaryInputs, options: RotaryOptions, known: Plans) -> RotaryResults:
+    """Runs both kernels, by one plan where there is one."""
+    plan = known.get("forward", plan_forward, inputs, options)
+    if plan and are_aligned(inputs.qkv):
+        return plan(inputs)
+    of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
+    qk, v = split_values(inputs.qkv, options.heads)
+    turned = lrpe.forward(LrpeInputs(qk, inputs.theta), 0, LrpeOptions(kind=options.kind), of_positions)
+    q, k = split_keys(turned, options.heads)
+    out, _, statistics = attention.forward(q, k, v, _CAUSAL, options.scale, None, of_attention)
+    return RotaryResults(out, turned, statistics)
+
+
+def backward(
+    grad: Tensor, inputs: RotaryInputs, results: RotaryResults, options: RotaryOptions, theta_gradient: bool,
+    known: Plans,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns the gradients of ``qkv`` and, where it is asked for, of ``theta``."""
+    (qkv, theta), (out, turned, statistics), heads = inputs, results, options.heads
+    if not theta_gradient:
+        # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+        key = (grad.dtype, grad.stride(), out.stride(), turned.stride())
+        plan = known.get(key, plan_backward, grad, inputs, results, options)
+        if plan and are_aligned(grad, qkv, turned):
+            return plan(grad, inputs, results), None
+    of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
+    dqkv = known.get("gradient", _like, qkv).empty(qkv)
+    dqk, dv = split_values(dqkv, heads)
+    qk, v = split_values(qkv, heads)
+    (q, k), (dq, dk) = split_keys(turned, heads), split_keys(dqk, heads)
+    attention.backward(
+        grad, None, q, k, v, out, statistics, _CAUSAL, options.scale, None, of_attention, (dq, dk, dv)
+    )
+    encoded = LrpeInputs(qk, theta)
+    _, dtheta = lrpe.backward(dqk, encoded, 0, LrpeOptions(kind=options.kind), theta_gradient, of_positions, dqk)
+    return dqkv, dtheta
+
+
+def _like(x: Tensor) -> Dense:
+    return Dense.like(layout_of(x, x.shape[-1]))
+
+
+class Part(NamedTuple):
+    """Where some of a tensor's heads are. A kernel is told strides beforehand, so the first heads need no view."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, part: Tensor, whole: Tensor) -> Part:
+        """Returns that of a view of a tensor."""
+        return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
+
+    def is_aligned_in(self, whole: Tensor) -> bool:
+        """Whether it can have a descriptor where the whole can: the strides of a single head do not say so."""
+        return self.offset * whole.element_size() % ALIGNMENT == 0
+
+
+_NOTHING = (None,) * 5
+"""No lengths, no packed sequences (units, shifts and results), no sink."""
+
+
+class _ForwardPlan(NamedTuple):
+    """What a forward allocates and launches, where attention is one launch of the kernel for Hopper."""
+
+    turned: Dense
+    out: Dense
+    lse: Dense
+    statistics: Dense
+    turn: Launch
+    attend: Launch
+    k: Part  # of the turned
+    v: Part  # of qkv
+
+    def __call__(self, inputs: RotaryInputs) -> RotaryResults:
+        qkv, theta = inputs
+        turned, out = self.turned.empty(qkv), self.out.empty(qkv)
+        lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
+        counters = attention.COUNTERS.empty(qkv)
+        self.turn(*LrpeInputs(qkv, theta), turned, 0, counters)
+        k, v = view(turned, *self.k), view(qkv, *self.v)
+        self.attend(turned, k, v, out, lse, statistics, counters, *_NOTHING)
+        return RotaryResults(out, turned, statistics)
+
+
+def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan | Literal[False]:
+    """Plans a forward, if it is one of those."""
+    (qkv, theta), heads = inputs, options.heads
+    if qkv.dtype == torch.float32 or qkv.numel() == 0:
+        return False
+    qk, v = split_values(qkv, heads)
+    turned = empty_in_order_of(qk, qk.shape[-1])
+    q, k = split_keys(turned, heads)
+    encoding = LrpeOptions(kind=options.kind)
+    turn = lrpe.plan_forward(LrpeInputs(qk, theta), encoding, rotate_kernel, ("counters",))
+    attend = attention.plan_forward(q, k, v, _CAUSAL, options.scale, "highest", True)
+    parts = Part.of(k, turned), Part.of(v, qkv)
+    if attend.launch is None or not attend.launch.descriptions or attend.combine is not None:
+        return False
+    if not all(part.is_aligned_in(qkv) for part in parts):
+        return False
+    return _ForwardPlan(
+        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.launch, *parts
+    )  # fmt: skip
+
+
+class _BackwardPlan(NamedTuple):
+    """What a backward does the same way, where attention is a launch each for keys and queries, or one for all."""
+
+    gradient: Dense  # of qkv
+    attend: attention.BackwardPlan
+    turn: Launch
+    k: Part  # of the turned
+    v: Part  # of qkv
+    dk: Part  # of qkv's gradient
+    dv: Part
+
+    def __call__(self, grad: Tensor, inputs: RotaryInputs, results: RotaryResults) -> Tensor:
+        (qkv, theta), (out, turned, statistics) = inputs, results
+        dqkv = self.gradient.empty(qkv)
+        k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
+        attention.launch_backward(self.attend, grad, None, turned, k, v, out, statistics, _CAUSAL, (dqkv, dk, dv))
+        self.turn(*LrpeInputs(qkv, theta), dqkv, dqkv, None, 0)
+        return dqkv
+
+
+def plan_backward(
+    grad: Tensor, inputs: RotaryInputs, results: RotaryResults, options: RotaryOptions
+) -> _BackwardPlan | Literal[False]:
+    """Plans a backward without theta's gradient, if it is one of those."""
+    (qkv, theta), turned, heads = inputs, results.turned, options.heads
+    if qkv.dtype == torch.float32 or qkv.numel() == 0:
+        return False
+    (qk, v), (q, k) = split_values(qkv, heads), split_keys(turned, heads)
+    dqkv = empty_in_order_of(qkv, qkv.shape[-1])
+    dqk, dv = split_values(dqkv, heads)
+    dq, dk = split_keys(dqk, heads)
+    attend = attention.plan_backward(
+        grad, None, q, k, v, results.out, _CAUSAL, options.scale, "highest", True, (dq, dk, dv)
+    )
+    if attend.prepare is None or not attend.kernels:
+        return False
+    if any(not each.launch.descriptions or each.splits > 1 for each in attend.kernels):
+        return False
+    parts = Part.of(k, turned), Part.of(v, qkv), Part.of(dk, dqkv), Part.of(dv, dqkv)
+    if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):
+        return False
+    turn = lrpe.plan_backward(dqk, LrpeInputs(qk, theta), LrpeOptions(kind=options.kind), False, dqk)
+    return _BackwardPlan(Dense.like(dqkv), attend, turn.launch, *parts)

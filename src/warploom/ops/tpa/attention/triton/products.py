@@ -1,0 +1,225 @@
+"""Triton kernels of tensor-product attention: from factors to queries, keys and values, and back.
+
+Attention itself is that of `warploom.ops.flash_attention`. Both kernels own what they write, so that every sum has a
+fixed order and two runs agree bit for bit. For a token, with ``X`` its queries, keys or values:
+
+    product_kernel   X = s A B (H, F)
+    factor_kernel    dA = s dX Bᵀ (H, R) and dB = s Aᵀ dX (R, F)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.packed import is_in_sequence
+from warploom.device.product import add_outside, exact_dot, rounded
+from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
+
+TERMS = tl.constexpr(16)
+"""Of a gradient of float32 head factors that are added up one after another."""
+
+
+class Strides(NamedTuple):
+    """Of head and feature factors, of their product (B, N, H, F) or its gradient, and of the factors' gradients."""
+
+    a: HeadStrides
+    b: FeatureStrides
+    x: FeatureStrides
+    da: HeadStrides
+    db: FeatureStrides
+
+
+class Scales(NamedTuple):
+    """Of queries, keys and values."""
+
+    q: tl.float32
+    k: tl.float32
+    v: tl.float32
+
+
+class Packing(NamedTuple):
+    """Of packed sequences."""
+
+    sequences: tl.int32
+    cu_stride: tl.int64
+
+
+class Sizes(NamedTuple):
+    """Of a call: queries and keys of a batch entry."""
+
+    batches: tl.int32
+    tokens: tl.int32
+    keys: tl.int32
+    heads: tl.int32
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Device functions
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of(token, tokens):
+    """Batch entry and token of a token of the whole batch, in 64 bits."""
+    return (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
+
+
+@triton.jit
+def head_ptrs(ptr, strides, batch, n, h, r):
+    """Where head factors (h, r) of one token are."""
+    first = ptr + batch * strides.b + n * strides.n
+    return first + (h * strides.h)[:, None] + (r * strides.r)[None, :]
+
+
+@triton.jit
+def feature_ptrs(ptr, strides, batch, n, r, f, X: tl.constexpr):
+    """Where features (r, f) of one token are; of a product, with heads for ranks."""
+    first = ptr + batch * (strides.b * X.VEC) + n * (strides.n * X.VEC)
+    return first + (r * (strides.r * X.VEC))[:, None] + (f if X.UNIT else f * strides.f)[None, :]
+
+
+@triton.jit
+def form(
+    a, b, x, program, tokens, heads, strides, scale,
+    X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one token's product. Few ranks, and those of float32, are summed one by one."""
+    shares = tl.cdiv(heads, BLOCK_H)
+    batch, n = place_of(program // shares, tokens)
+    h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
+    f = tl.arange(0, X.BLOCK_F)
+    is_head, is_feature = h < heads, f < X.F
+    tile = tl.zeros((BLOCK_H, X.BLOCK_F), tl.float32)
+    if X.R <= 4 or x.dtype.element_ty == tl.float32:
+        row = tl.arange(0, 1)
+        for rank in tl.range(0, X.R, num_stages=1):
+            column = tl.load(head_ptrs(a, strides.a, batch, n, h, row + rank), mask=is_head[:, None], other=0.0)
+            features = feature_ptrs(b, strides.b, batch, n, row + rank, f, X)
+            factor = tl.load(features, mask=is_feature[None, :], other=0.0)
+            tile += column.to(tl.float32) * factor.to(tl.float32)
+    else:
+        for first in range(0, X.R, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            is_rank = r < X.R
+            mask = is_head[:, None] & is_rank[None, :]
+            rows = tl.load(head_ptrs(a, strides.a, batch, n, h, r), mask=mask, other=0.0)
+            mask = is_rank[:, None] & is_feature[None, :]
+            features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
+            tile = exact_dot(rows, features, tile)
+    mask = is_head[:, None] & is_feature[None, :]
+    tl.store(feature_ptrs(x, strides.x, batch, n, h, f, X), rounded(tile * scale, x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.constexpr):
+    """``dX Bᵀ`` (H, R) of one token in float32, from parts of its features, which are loaded again.
+
+    Sums are made term after term, and parts keep them short: matrix products of PyTorch make parts too.
+    """
+    total = tl.zeros((h.shape[0], r.shape[0]), tl.float32)
+    for first in tl.static_range(0, X.F, TERMS):
+        f = first + tl.arange(0, TERMS)
+        is_feature = f < X.F
+        mask = is_head[:, None] & is_feature[None, :]
+        gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=mask, other=0.0)
+        mask = is_rank[:, None] & is_feature[None, :]
+        features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
+        part = exact_dot(gradient, tl.trans(features), tl.zeros(total.shape, tl.float32))
+        total = add_outside(part, total)
+    return total
+
+
+@triton.jit
+def form_gradients(
+    dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, packing,
+    X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
+
+    Behind the last packed sequence, where that is zero, factors are taken to be zero too: they may be NaN.
+    """
+    shares: tl.constexpr = (X.R + BLOCK_R - 1) // BLOCK_R
+    batch, n = place_of(program // shares, tokens)
+    r = program % shares * BLOCK_R + tl.arange(0, BLOCK_R)
+    f = tl.arange(0, X.BLOCK_F)
+    is_rank, is_feature = r < X.R, f < X.F
+    is_given = is_rank
+    if cu_seqlens is not None:
+        is_given = is_rank & is_in_sequence(n, cu_seqlens, packing.cu_stride, packing.sequences)
+    mask = is_given[:, None] & is_feature[None, :]
+    features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
+    total = tl.zeros((BLOCK_R, X.BLOCK_F), tl.float32)
+    for first in range(0, heads, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        is_head = h < heads
+        pairs = is_head[:, None] & is_given[None, :]
+        rows = tl.load(head_ptrs(a, strides.a, batch, n, h, r), mask=pairs, other=0.0)
+        some = is_head[:, None] & is_feature[None, :]
+        gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=some, other=0.0)
+        total = exact_dot(tl.trans(rows), gradient, total)
+        if dx.dtype.element_ty == tl.float32 and X.F > TERMS:
+            change = sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_given, X) * scale
+        else:
+            change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
+        ptrs = head_ptrs(da, strides.da, batch, n, h, r)
+        pairs = is_head[:, None] & is_rank[None, :]
+        tl.store(ptrs, rounded(change, da.dtype.element_ty), mask=pairs)
+    mask = is_rank[:, None] & is_feature[None, :]
+    ptrs = feature_ptrs(db, strides.db, batch, n, r, f, X)
+    tl.store(ptrs, rounded(total * scale, db.dtype.element_ty), mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kernels
+# ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def product_kernel(
+    ak, av, aq, bk, bv, bq, k, v, q, sizes: Sizes,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, scales: Scales,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and, with ``aq``, queries, each from its factors. Q, K and V are their `Features`."""
+    program = tl.program_id(0)
+    heads = sizes.heads
+    of_keys = sizes.batches * sizes.keys * tl.cdiv(heads, BLOCK_H)
+    if program < of_keys:
+        form(ak, bk, k, program, sizes.keys, heads, k_strides, scales.k, K, BLOCK_H, BLOCK_R)
+    elif program < 2 * of_keys:
+        form(av, bv, v, program - of_keys, sizes.keys, heads, v_strides, scales.v, V, BLOCK_H, BLOCK_R)
+    else:
+        if aq is not None:
+            form(aq, bq, q, program - 2 * of_keys, sizes.tokens, heads, q_strides, scales.q, Q, BLOCK_H, BLOCK_R)
+
+
+@triton.jit
+def factor_kernel(
+    dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, cu_seqlens, sizes: Sizes, packing: Packing,
+    q_strides: Strides, k_strides: Strides, v_strides: Strides, scales: Scales,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Gradients of all factors from those of queries, keys and values; see `product_kernel`."""
+    program = tl.program_id(0)
+    heads = sizes.heads
+    of_keys = sizes.batches * sizes.keys * ((K.R + BLOCK_R - 1) // BLOCK_R)
+    of_values = sizes.batches * sizes.keys * ((V.R + BLOCK_R - 1) // BLOCK_R)
+    if program < of_keys:
+        form_gradients(
+            dk, ak, bk, dak, dbk, program, sizes.keys, heads, k_strides, scales.k, cu_seqlens, packing, K, BLOCK_H, BLOCK_R
+        )  # fmt: skip
+    elif program < of_keys + of_values:
+        program -= of_keys
+        form_gradients(
+            dv, av, bv, dav, dbv, program, sizes.keys, heads, v_strides, scales.v, cu_seqlens, packing, V, BLOCK_H, BLOCK_R
+        )  # fmt: skip
+    else:
+        if aq is not None:
+            program -= of_keys + of_values
+            form_gradients(
+                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, q_strides, scales.q, cu_seqlens, packing, Q, BLOCK_H,
+                BLOCK_R,
+            )  # fmt: skip

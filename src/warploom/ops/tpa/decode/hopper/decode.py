@@ -1,0 +1,408 @@
+"""Decoding by tensor-product attention for Hopper, written for its asynchronous units in Gluon.
+
+A persistent program holds one multiprocessor and takes spans of the cache, one after the other. One warp copies blocks
+of keys from device memory through the tensor memory accelerator, without a pause between chunks, spans and batch
+entries; four warps compute what `triton.decode.decode_kernel` computes, in the same orientation. They meet as
+`warploom.device.hopper.pipeline` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
+rank, and tiles of head factors (BLOCK_M, ROWS · R).
+
+Chunks are joined in a binary tree up to sixteen, and the sixteens from left to right; a program takes a node or all.
+What waits for its neighbour lies in shared memory, a sum (BLOCK, ROWS) for each level: registers have no room for it.
+A span of one chunk never touches it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
+from warploom.ops.tpa.decode.triton.decode import Scales, Softmax
+
+BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
+RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, and the stride of lengths."""
+
+    lengths_stride: gl.int32
+    units: gl.int32  # spans of all batch entries
+    keys: gl.int32
+    spans: gl.int32  # of the keys of a batch entry
+    span_chunks: gl.int32
+
+
+class TokenHeadStrides(NamedTuple):
+    """Strides of head factors (B, H, R) of one token."""
+
+    b: gl.int32
+    h: gl.int32
+    r: gl.int32
+
+
+class TokenFeatureStrides(NamedTuple):
+    """Strides of feature factors (B, R, F) of one token. The output (B, H, F) has its heads for ranks."""
+
+    b: gl.int32
+    r: gl.int32
+    f: gl.int32
+
+
+class Copies(NamedTuple):
+    """What the copying warp copies, and where to."""
+
+    ak_desc: gl.tensor
+    av_desc: gl.tensor
+    bk_desc: gl.tensor
+    bv_desc: gl.tensor
+    a: Ring  # head factors (BLOCK_M, ROWS · R)
+    b: Ring  # feature factors (BLOCK_M, BLOCK), a tile for each rank
+    lengths: gl.tensor | None
+    sizes: Sizes
+
+
+class Queries(NamedTuple):
+    """Query factors, and where Qᵀ is formed."""
+
+    aq: gl.tensor | None
+    bq: gl.tensor
+    tile: gl.shared_memory_descriptor  # (BLOCK, ROWS)
+    aq_tile: gl.shared_memory_descriptor  # (ROWS, RANKS)
+    bq_tile: gl.shared_memory_descriptor  # (RANKS, BLOCK)
+    aq_strides: TokenHeadStrides
+    bq_strides: TokenFeatureStrides
+
+
+class Decode(NamedTuple):
+    """What the computing warps work on."""
+
+    queries: Queries
+    out: gl.tensor
+    partial: gl.tensor | None
+    statistics: gl.tensor | None
+    w_tiles: gl.shared_memory_descriptor  # weights (R, BLOCK_M, ROWS)
+    waiting: Softmax  # of each level of the tree
+    a: Ring
+    b: Ring
+    lengths: gl.tensor | None
+    sizes: Sizes
+    out_strides: TokenFeatureStrides
+    scales: Scales
+
+
+@gluon.jit
+def chunk_length(length, chunks):
+    """See `triton.decode.chunk_length`; in Triton's interpreter functions in Gluon cannot refer to that."""
+    chunk = length * 0 + chunks.SHORTEST
+    while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
+        chunk = chunk * 2
+    return chunk
+
+
+@gluon.jit
+def span_of(unit, lengths, sizes, CHUNKS: gl.constexpr):
+    """Batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
+    batch = unit // sizes.spans
+    length = sizes.keys
+    if lengths is not None:
+        length = gl.load(lengths + batch.to(gl.int64) * sizes.lengths_stride)
+        length = gl.maximum(gl.minimum(length, sizes.keys), 0).to(gl.int32)
+    chunk = chunk_length(length, CHUNKS)
+    first = sizes.keys * 0
+    end = length
+    if sizes.spans > 1:
+        first = unit % sizes.spans * sizes.span_chunks * chunk
+        end = gl.minimum(first + sizes.span_chunks * chunk, length)
+    return batch, first, end, chunk
+
+
+@gluon.jit
+def copy_spans(copies, R: gl.constexpr, CHUNKS: gl.constexpr):
+    """The copying warp."""
+    ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes = copies
+    a_count = 0
+    b_count = 0
+    for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
+        batch, first, end, _ = span_of(unit, lengths, sizes, CHUNKS)
+        for start in range(first, end, BLOCK_M):
+            copy_tile(ak_desc, batch, 0, start, a, a_count)
+            for r in gl.static_range(R):
+                copy_tile(bk_desc, batch, r, start, b, b_count + r)
+            copy_tile(av_desc, batch, 0, start, a, a_count + 1)
+            for r in gl.static_range(R):
+                copy_tile(bv_desc, batch, r, start, b, b_count + R + r)
+            a_count += 2
+            b_count += 2 * R
+
+
+@gluon.constexpr_function
+def ranks_layout(rows, ranks):
+    """Of a tile (BLOCK_M, ROWS · R): every thread holds all ranks of the elements that it has of results (M, ROWS)."""
+    registers = [[0, 1 << i] for i in range(ranks.bit_length() - 1)]
+    registers += [[0, ranks], [8, 0]] + [[0, ranks * (8 << i)] for i in range((rows // 8).bit_length() - 1)]
+    lanes = [[0, 2 * ranks], [0, 4 * ranks], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, rows * ranks])
+
+
+@gluon.jit
+def head_factors(tile, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """Head factors (BLOCK_M, ROWS) of every rank, float32."""
+    ROWS: gl.constexpr = tile.shape[1] // R
+    if R == 1:
+        factors = (tile.load(LAYOUT).to(gl.float32),)
+    else:
+        every = tile.load(ranks_layout(ROWS, R))
+        if R == 2:
+            parts = gl.split(every.reshape([BLOCK_M, ROWS, 2]))
+        else:
+            even, odd = gl.split(every.reshape([BLOCK_M, ROWS, 2, 2]))
+            first, third = gl.split(even)
+            second, fourth = gl.split(odd)
+            parts = (first, second, third, fourth)
+        factors = ()
+        for r in gl.static_range(R):
+            factors = factors + (gl.convert_layout(parts[r], LAYOUT, assert_trivial=True).to(gl.float32),)
+    return factors
+
+
+@gluon.jit
+def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Leave Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
+    aq, bq, tile, aq_tile, bq_tile, aq_strides, bq_strides = queries
+    BLOCK: gl.constexpr = tile.shape[0]
+    ROWS: gl.constexpr = tile.shape[1]
+    bq += batch.to(gl.int64) * bq_strides.b
+    if aq is None:
+        d = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+        h = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+        q = gl.load(bq + h * bq_strides.r + d * bq_strides.f, mask=(h < H) & (d < D), other=0.0).to(gl.float32)
+    else:
+        IN_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        h = gl.arange(0, ROWS, gl.SliceLayout(1, IN_ROWS))[:, None]
+        r = gl.arange(0, RANKS, gl.SliceLayout(0, IN_ROWS))[None, :]
+        aq += batch.to(gl.int64) * aq_strides.b
+        a = gl.load(aq + h * aq_strides.h + r * aq_strides.r, mask=(h < H) & (r < RQ), other=0.0)
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        r = gl.arange(0, RANKS, gl.SliceLayout(1, WIDE))[:, None]
+        d = gl.arange(0, BLOCK, gl.SliceLayout(0, WIDE))[None, :]
+        b = gl.load(bq + r * bq_strides.r + d * bq_strides.f, mask=(r < RQ) & (d < D), other=0.0)
+        aq_tile.store(a)
+        bq_tile.store(b)
+        fence_async_shared()
+        zeros = gl.zeros([BLOCK, ROWS], gl.float32, LAYOUT)
+        q = warpgroup_mma(bq_tile.permute([1, 0]), aq_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        q = warpgroup_mma_wait(0, deps=[q])
+    tile.store((q * scale_q).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
+    """The softmax that waits at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
+    before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
+    row_max = gl.maximum(before_max, softmax.row_max)
+    base = gl.where(row_max == float("-inf"), 0.0, row_max)
+    rescale = power_of_two(before_max - base)
+    rescale_new = power_of_two(softmax.row_max - base)
+    wide = rescale[None, :] + gl.zeros(softmax.acc.shape, gl.float32, LAYOUT)
+    return Softmax(
+        gl.fma(waiting.acc.index(level).load(LAYOUT), wide, softmax.acc * rescale_new[None, :]),
+        row_max,
+        gl.fma(
+            waiting.row_sum.index(level).load(gl.SliceLayout(0, LAYOUT)), rescale, softmax.row_sum * rescale_new
+        ),
+    )
+
+
+@gluon.jit
+def let_wait(softmax, waiting, level: gl.constexpr):
+    """Leave a softmax at a level."""
+    waiting.acc.index(level).store(softmax.acc)
+    waiting.row_max.index(level).store(softmax.row_max)
+    waiting.row_sum.index(level).store(softmax.row_sum)
+
+
+@gluon.jit
+def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
+    """Join the softmax of chunk number ``place`` with what waits, as far up the tree as there are some on both sides.
+
+    ``first`` is the number of the first chunk of the span, and with ``last`` this is its last one: the result is the
+    softmax of the span. Else it is left where it waits for its neighbour.
+    """
+    LEVELS: gl.constexpr = waiting.acc.shape[0] - 1
+    climbing = place == place  # true, until it is left
+    for level in gl.static_range(LEVELS):
+        if climbing:
+            if place >> level & 1 == 1 and place >> level << level > first:
+                softmax = join(softmax, waiting, level, LAYOUT)
+            if place >> level & 1 == 0 and not last:
+                let_wait(softmax, waiting, level)
+                climbing = place != place
+    if climbing:
+        if place >> LEVELS << LEVELS > first:
+            softmax = join(softmax, waiting, LEVELS, LAYOUT)
+        if not last:
+            let_wait(softmax, waiting, LEVELS)
+    return softmax
+
+
+@gluon.jit
+def attend_spans(
+    call, H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """The computing warps."""
+    queries, out, partial, statistics, w_tiles, waiting, a, b, lengths, sizes, out_strides, scales = call
+    q_tile = queries.tile
+    BLOCK: gl.constexpr = q_tile.shape[0]
+    ROWS: gl.constexpr = q_tile.shape[1]
+    B_STAGES: gl.constexpr = b.full.shape[0]
+    # Keys or features down, rows across: the same rows in a thread either way.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ACROSS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    none = gl.zeros([BLOCK, ROWS], gl.float32, LAYOUT)
+    none_max = gl.full([ROWS], float("-inf"), gl.float32, ACROSS)
+    none_sum = gl.zeros([ROWS], gl.float32, ACROSS)
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
+    e = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    h = gl.arange(0, ROWS, ACROSS)
+    no_logits = gl.zeros([BLOCK_M, ROWS], gl.float32, LAYOUT)
+    a_count = 0
+    b_count = 0
+    for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
+        batch, first, end, chunk = span_of(unit, lengths, sizes, CHUNKS)
+        if WHOLE or first < end:
+            query_tile(queries, batch, scales.q, H, RQ, D, LAYOUT)
+            softmax = Softmax(none, none_max, none_sum)
+            for chunk_start in range(first, end, chunk):
+                chunk_end = gl.minimum(chunk_start + chunk, end)
+                acc, row_max = none, none_max
+                sums = no_logits
+                for start in range(chunk_start, chunk_end, BLOCK_M):
+                    tail = start + BLOCK_M > chunk_end
+                    products = ()
+                    for r in gl.static_range(R):
+                        slot = wait_full(b.full, b_count + r)
+                        products = products + (
+                            warpgroup_mma(matrix(b.tiles, slot), q_tile, no_logits, use_acc=False, is_async=True),
+                        )
+                    slot = wait_full(a.full, a_count)
+                    factors = head_factors(matrix(a.tiles, slot), R, LAYOUT)
+                    mbarrier.arrive(a.empty.index(slot))
+                    logits = no_logits
+                    for r in gl.static_range(R):
+                        product = warpgroup_mma_wait(R - 1 - r, deps=[products[r]])
+                        mbarrier.arrive(b.empty.index((b_count + r) % B_STAGES))
+                        if r == 0:
+                            logits = product * factors[r]
+                        else:
+                            logits += product * factors[r]
+                    logits = logits * scales.logits
+                    if tail:
+                        logits = gl.where(start + m < chunk_end, logits, float("-inf"))
+                    new_max = gl.maximum(row_max, gl.max(logits, 0))
+                    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+                    p = power_of_two(logits - base[None, :])
+                    rescale = power_of_two(row_max - base)
+                    sums = sums * rescale[None, :] + p
+                    row_max = new_max
+                    acc = acc * rescale[None, :]
+
+                    slot = wait_full(a.full, a_count + 1)
+                    factors = head_factors(matrix(a.tiles, slot), R, LAYOUT)
+                    mbarrier.arrive(a.empty.index(slot))
+                    for r in gl.static_range(R):
+                        w = p * factors[r]
+                        if tail:
+                            w = gl.where(start + m < chunk_end, w, 0.0)
+                        w_tiles.index(r).store(w.to(w_tiles.dtype))
+                    for r in gl.static_range(R):
+                        slot = wait_full(b.full, b_count + R + r)
+                        if tail:  # what lies behind may be NaN, which times zero is NaN
+                            tile = matrix(b.tiles, slot)
+                            key = start + gl.arange(0, BLOCK_M, gl.SliceLayout(1, WIDE))[:, None]
+                            tile.store(gl.where(key < chunk_end, tile.load(WIDE), 0.0).to(tile.dtype))
+                    fence_async_shared()
+                    for r in gl.static_range(R):
+                        slot = (b_count + R + r) % B_STAGES
+                        acc = warpgroup_mma(
+                            matrix(b.tiles, slot).permute([1, 0]), w_tiles.index(r), acc, is_async=True
+                        )
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    for r in gl.static_range(R):
+                        mbarrier.arrive(b.empty.index((b_count + R + r) % B_STAGES))
+                    a_count += 2
+                    b_count += 2 * R
+                row_sum = gl.sum(sums, 0)
+                place, first_place = chunk_start // chunk, first // chunk
+                softmax = climb(
+                    Softmax(acc, row_max, row_sum), waiting, place, first_place, chunk_end == end, LAYOUT
+                )
+            acc, row_max, row_sum = softmax
+            if WHOLE:
+                result = acc * (scales.v / gl.where(row_sum == 0.0, 1.0, row_sum))[None, :]
+                ptrs = out + batch.to(gl.int64) * out_strides.b
+                ptrs = ptrs + (h.to(gl.int64) * out_strides.r)[None, :] + e * out_strides.f
+                gl.store(ptrs, result.to(out.dtype.element_ty), mask=(h < H)[None, :] & (e < E))
+            else:
+                slot = unit.to(gl.int64)
+                gl.store(partial + slot * (H * E) + (h * E)[None, :] + e, acc, mask=(h < H)[None, :] & (e < E))
+                gl.store(statistics + slot * (2 * H) + h, row_max, mask=h < H)
+                gl.store(statistics + slot * (2 * H) + H + h, row_sum, mask=h < H)
+
+
+POINTERS = ["aq", "bq", "lengths", "out"]
+
+
+@gluon.jit(do_not_specialize_on_alignment=POINTERS)
+def hopper_decode_kernel(
+    ak_desc, av_desc, bk_desc, bv_desc, aq, bq, lengths, out, partial, statistics,
+    sizes: Sizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides, scales: Scales,
+    H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """One new token of every batch entry, over spans of its keys, of so many chunks each. CHUNKS are `ChunkLengths`.
+
+    Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
+    with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `triton.decode.decode_kernel` writes.
+    """
+    ROWS: gl.constexpr = ak_desc.block_type.shape[3] // R
+    BLOCK: gl.constexpr = bk_desc.block_type.shape[3]
+    dtype: gl.constexpr = bk_desc.dtype
+    a_tiles = gl.allocate_shared_memory(dtype, [A_STAGES, 1, 1, BLOCK_M, ROWS * R], ak_desc.layout)
+    b_tiles = gl.allocate_shared_memory(dtype, [B_STAGES, 1, 1, BLOCK_M, BLOCK], bk_desc.layout)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, ROWS], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK, ROWS], Q_LAYOUT)
+    AQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, RANKS], dtype)
+    aq_tile = gl.allocate_shared_memory(dtype, [ROWS, RANKS], AQ_LAYOUT)
+    BQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([RANKS, BLOCK], dtype)
+    bq_tile = gl.allocate_shared_memory(dtype, [RANKS, BLOCK], BQ_LAYOUT)
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, ROWS], dtype)
+    w_tiles = gl.allocate_shared_memory(dtype, [R, BLOCK_M, ROWS], W_LAYOUT)
+    # A thread has two neighbours of an (8, 8) tile of results: with this swizzle half a warp meets no bank twice.
+    SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    waiting = Softmax(
+        gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, ROWS], SUMS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
+    )
+    a = new_ring(a_tiles, A_STAGES, 1)
+    b = new_ring(b_tiles, B_STAGES, 1)
+    fence_async_shared()
+    copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes)
+    queries = Queries(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
+    call = Decode(queries, out, partial, statistics, w_tiles, waiting, a, b, lengths, sizes, out_strides, scales)
+    gl.warp_specialize(
+        [(attend_spans, (call, H, RQ, R, D, E, WHOLE, CHUNKS)), (copy_spans, (copies, R, CHUNKS))], [1], [24]
+    )

@@ -1,1 +1,0 @@
-"""Launch plans: what a call allocates and launches."""

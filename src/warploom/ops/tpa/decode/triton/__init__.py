@@ -1,0 +1,1 @@
+"""Kernels and device code alone."""
