@@ -45,7 +45,7 @@ from warploom.distributed import (
 )
 from warploom.ops.spec import KERNELS, Case, Inputs, Outputs, Traffic, Unsupported, normal
 from warploom.testing.accuracy import as_tuple, compare
-from warploom.testing.conformance import leaves, upcast
+from warploom.testing.conformance import find_leaves, upcast
 
 from . import _context_parallel_peers as peers
 from ._steps import model_bench
@@ -164,7 +164,7 @@ def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tenso
         outputs = as_tuple(function(**inputs))
     if grad is None:
         return outputs
-    return (*outputs, *torch.autograd.grad(outputs, list(leaves(inputs).values()), grad))
+    return (*outputs, *torch.autograd.grad(outputs, list(find_leaves(inputs).values()), grad))
 
 
 def _gather_all(results: Sequence[Tensor], inputs: Inputs, case: Case, mesh: DeviceMesh) -> tuple[Tensor, ...]:
@@ -317,7 +317,7 @@ def launched(case: Case, provider: str) -> None:
         out = flash_attention(q, inputs["k"], inputs["v"], **bounds, **_options(case), backend="triton")
         numbers, rows = torch.zeros(2, dtype=torch.int32), inputs["k"][0].detach()
         sum_rows(rows, numbers, numbers, torch.empty_like(rows[:1]))
-    torch.autograd.grad([out], list(leaves(inputs).values()), [torch.empty_like(out)])
+    torch.autograd.grad([out], list(find_leaves(inputs).values()), [torch.empty_like(out)])
 
 
 def _cases(device: str, lengths: Sequence[int], kinds: Sequence[str], worlds: Sequence[int]) -> list[Case]:

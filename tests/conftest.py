@@ -170,7 +170,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     import warploom.ops
 
-    for registry in ("_guests", "_guest_benches"):
+    for registry in ("_registered_operators", "_registered_benches"):
         monkeypatch.setattr(warploom.ops, registry, {})
 
 

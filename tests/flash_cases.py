@@ -13,7 +13,7 @@ from warploom.ops.flash_attention.bench import OPERATOR
 from warploom.ops.flash_attention.reference import flash_attention as flash_attention_reference
 from warploom.ops.spec import Operator
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import gradients, judge_draws, random_like, upcast
+from warploom.testing.conformance import compute_gradients, draw_like, judge_draws, upcast
 
 Tensor = torch.Tensor
 
@@ -99,7 +99,7 @@ Where queries have nearly all weight on one key, that δ is of a rounded output 
 def run(inputs: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Output, lse, and gradients of q, k, v, where both outputs have random gradients."""
     outputs = flash_attention(**{**inputs, "return_lse": True}, backend=backend)
-    found = gradients(outputs, inputs, random_like(outputs))
+    found = compute_gradients(outputs, inputs, draw_like(outputs))
     return *(t.detach() for t in outputs), *found.values()
 
 

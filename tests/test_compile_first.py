@@ -57,7 +57,7 @@ class Here:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Here:
     here = Here()
-    monkeypatch.setattr(compile_first, "workers", here)
+    monkeypatch.setattr(compile_first, "start_workers", here)
     monkeypatch.setattr(compile_first.os, "cpu_count", lambda: 4)
     return here
 

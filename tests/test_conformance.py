@@ -29,13 +29,13 @@ from warploom.testing.conformance import (
     SEED,
     as_tuple,
     check_operator,
-    gradients,
+    compute_gradients,
+    draw_like,
+    find_leaves,
     judge_draws,
-    leaves,
     make_draws,
     make_inputs,
-    more_draws,
-    random_like,
+    make_more_draws,
     upcast,
 )
 from warploom.testing.poison import poisoned_allocations
@@ -90,7 +90,7 @@ def small(case: Case) -> Case:
 def run(operator: Operator, inputs: Inputs, backend: str) -> tuple[Tensors, Tensors]:
     """Outputs and gradients."""
     outputs = operator.function(**inputs, backend=backend)
-    found = gradients(outputs, inputs, random_like(outputs)) if leaves(inputs) else {}
+    found = compute_gradients(outputs, inputs, draw_like(outputs)) if find_leaves(inputs) else {}
     return tuple(o.detach() for o in as_tuple(outputs)), tuple(found.values())
 
 
@@ -116,7 +116,7 @@ def assert_accurate(
 
 def assert_case_accurate(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     draws = make_draws(operator, case, device)
-    assert_accurate(operator, draws, backend, lambda: more_draws(operator, case, device, draws))
+    assert_accurate(operator, draws, backend, lambda: make_more_draws(operator, case, device, draws))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_any_strides_and_nothing_outside_is_read_or_written(
         return {**inputs, **{name: s.tensor for name, s in surrounded.items()}}
 
     draws = [surround(inputs) for inputs in make_draws(operator, case, device)]
-    more = lambda: [surround(inputs) for inputs in more_draws(operator, case, device, draws)]  # noqa: E731
+    more = lambda: [surround(inputs) for inputs in make_more_draws(operator, case, device, draws)]  # noqa: E731
     assert_accurate(operator, draws, backend, more)
     for name, s in views:
         assert s.surroundings_untouched(), name
@@ -171,7 +171,7 @@ def test_any_strides_and_nothing_outside_is_read_or_written(
 @cases("reference")
 def test_gradcheck_of_the_reference(operator: Operator, case: Case, backend: str) -> None:
     exact = upcast(make_inputs(operator, case, torch.device("cpu")))
-    wanted = leaves(exact)
+    wanted = find_leaves(exact)
     if not wanted:
         pytest.skip("nothing to differentiate")
 
@@ -196,7 +196,7 @@ def test_two_runs_give_the_same_bits(operator: Operator, case: Case, backend: st
 def test_check_operator_reports_every_case(operator: Operator, device: torch.device) -> None:
     results = check_operator(operator, "torch", device)
     assert {json.dumps(result.case) for result in results} == {json.dumps(dict(c)) for c in operator.check_cases}
-    wanted = any(leaves(make_inputs(operator, case, device)) for case in operator.check_cases)
+    wanted = any(find_leaves(make_inputs(operator, case, device)) for case in operator.check_cases)
     assert {result.mode for result in results} == ({"fwd", "bwd"} if wanted else {"fwd"})
     assert all(result.ok and result.ratio <= 1 for result in results)
 
@@ -248,7 +248,7 @@ def test_opcheck_of_the_registered_operators(
         run(operator, inputs, backend)
     assert recorder.calls, "a dispatch mode must see the registered operators, not only the eager short cut"
     for function, arguments in recorder.calls:
-        differentiable = bool(leaves(inputs)) and "backward" not in function.name()  # no second derivatives
+        differentiable = bool(find_leaves(inputs)) and "backward" not in function.name()  # no second derivatives
         fresh = tuple(
             value.detach().clone().requires_grad_(differentiable and value.is_floating_point())
             if isinstance(value, torch.Tensor)
@@ -273,7 +273,7 @@ def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, dev
     compiled = torch.compile(operator.function, fullgraph=True, backend="aot_eager")
     outputs, found = run(operator, inputs, backend)
     traced = compiled(**inputs, backend=backend)
-    traced_gradients = gradients(traced, inputs, random_like(traced)) if leaves(inputs) else {}
+    traced_gradients = compute_gradients(traced, inputs, draw_like(traced)) if find_leaves(inputs) else {}
     assert same_bits(outputs, as_tuple(traced))
     assert same_bits(found, tuple(traced_gradients.values()))
 
@@ -306,8 +306,8 @@ def test_a_new_length_or_offset_retraces_nothing(
         traced = compiled(**inputs, backend=backend)
         if backend == "triton" or not ON_GPU:  # a traced product of matrices can be another one of cuBLAS
             assert same_bits(outputs, as_tuple(traced))
-        if leaves(inputs):
-            traced_gradients = gradients(traced, inputs, random_like(traced))
+        if find_leaves(inputs):
+            traced_gradients = compute_gradients(traced, inputs, draw_like(traced))
             if backend == "triton" or not ON_GPU:
                 assert same_bits(found, tuple(traced_gradients.values()))
         frames.append(counter.frame_count)
@@ -319,7 +319,7 @@ def test_torch_func_gives_the_same_gradients(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
     inputs = make_inputs(operator, case, device)
-    wanted = leaves(inputs)
+    wanted = find_leaves(inputs)
     if not wanted:
         pytest.skip("nothing to differentiate")
     outputs, found = run(operator, inputs, backend)
@@ -328,7 +328,7 @@ def test_torch_func_gives_the_same_gradients(
         return operator.function(**{**inputs, **dict(zip(wanted, values))}, backend=backend)
 
     results, pull_back = torch.func.vjp(function, *(value.detach() for value in wanted.values()))
-    grads = random_like(results)
+    grads = draw_like(results)
     torch.testing.assert_close(as_tuple(results), outputs)
     pulled_back = pull_back(grads[0] if isinstance(results, torch.Tensor) else grads)
     torch.testing.assert_close(pulled_back, found)  # PyTorch's own formulas differ in the last bits here
@@ -376,7 +376,7 @@ def test_auto_runs_every_case(operator: Operator, case: Case, backend: str, devi
     """Gradients of PyTorch's own attention, on a CPU, are less exact, by what flash attention's guide says."""
     draws = make_draws(operator, case, device)
     promised = 1.5 if operator.name in ("flash_attention", "tpa_attention") and not ON_GPU else 1.0
-    assert_accurate(operator, draws, backend, lambda: more_draws(operator, case, device, draws), promised)
+    assert_accurate(operator, draws, backend, lambda: make_more_draws(operator, case, device, draws), promised)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_inductor_equals_eager(operator: Operator, case: Case, backend: str, dev
     inputs = make_inputs(operator, case, device)
     outputs, found = run(operator, inputs, backend)
     traced = torch.compile(operator.function, fullgraph=True)(**inputs, backend=backend)
-    traced_gradients = gradients(traced, inputs, random_like(traced)) if leaves(inputs) else {}
+    traced_gradients = compute_gradients(traced, inputs, draw_like(traced)) if find_leaves(inputs) else {}
     assert same_bits(outputs, as_tuple(traced))
     assert same_bits(found, tuple(traced_gradients.values()))
 
@@ -423,12 +423,12 @@ def test_graph_replay_follows_changed_inputs(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:
     inputs = make_inputs(operator, case, device)
-    grad_outputs = random_like(operator.reference(**inputs))
-    wanted = leaves(inputs)
+    grad_outputs = draw_like(operator.reference(**inputs))
+    wanted = find_leaves(inputs)
 
     def step() -> tuple[Tensors, Tensors]:
         outputs = operator.function(**inputs, backend=backend)
-        found = gradients(outputs, inputs, grad_outputs) if wanted else {}
+        found = compute_gradients(outputs, inputs, grad_outputs) if wanted else {}
         return as_tuple(outputs), tuple(found.values())
 
     side = torch.cuda.Stream()
@@ -468,7 +468,7 @@ def test_more_elements_than_32_bits_count(
     inputs = make_inputs(operator, {**case, "batch": batch}, device)
     outputs = operator.function(**inputs, backend=backend)
     grads = tuple(torch.randn_like(output) for output in as_tuple(outputs))
-    found = gradients(outputs, inputs, grads) if leaves(inputs) else {}
+    found = compute_gradients(outputs, inputs, grads) if find_leaves(inputs) else {}
     for start in (0, batch // 2, batch - 3):
         part = slice(start, start + 3)
         low = batch_entries(inputs, batch, part.start, part.stop)
@@ -481,8 +481,8 @@ def test_more_elements_than_32_bits_count(
         if not found:
             continue
         part_grads = tuple(grad[part] for grad in grads)
-        eager_found = gradients(eager_outputs, low, part_grads)
-        exact_found = gradients(exact_outputs, exact, part_grads)
+        eager_found = compute_gradients(eager_outputs, low, part_grads)
+        exact_found = compute_gradients(exact_outputs, exact, part_grads)
         batched = [name for name, value in found.items() if value.shape[:1] == (batch,)]
         backward = compare(
             tuple(found[name][part] for name in batched),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from warploom.testing.descriptors import lost_addresses
+from warploom.testing.descriptors import find_lost_addresses
 
 GOOD = """
         /*0010*/                   USHF.R.U32.HI UR50, URZ, 0x4, UR45 ;
@@ -16,18 +16,20 @@ GOOD = """
 
 
 def test_addresses_that_are_there() -> None:
-    assert lost_addresses(GOOD) == []
+    assert find_lost_addresses(GOOD) == []
     vector = GOOD.replace("USGXT.U32 UR50, UR50, 0xe", "R2UR UR50, R7")
-    assert lost_addresses("/*0000*/ LOP3.LUT R7, R7, 0x3fff, RZ, 0xc0, !PT ;" + vector) == []
+    assert find_lost_addresses("/*0000*/ LOP3.LUT R7, R7, 0x3fff, RZ, 0xc0, !PT ;" + vector) == []
     halves = "/*0000*/ ULOP3.LUT UR7, UR6, 0x3fff3fff, URZ, 0xc0, !UPT ;" + GOOD.replace(
         "USGXT.U32 UR50, UR50, 0xe", "UPRMT UR50, UR7, 0x7732, URZ"
     )
-    assert lost_addresses(halves) == []
-    assert lost_addresses(halves.replace("0x3fff3fff", "0xffff"))
+    assert find_lost_addresses(halves) == []
+    assert find_lost_addresses(halves.replace("0x3fff3fff", "0xffff"))
     spilled = "/*0000*/ LDL R7, [R1+0xd4] ;" + vector
-    assert lost_addresses(spilled) == []
-    assert lost_addresses("/*0000*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;")  # both factors in shared memory
-    assert lost_addresses("no code") == []
+    assert find_lost_addresses(spilled) == []
+    assert find_lost_addresses(
+        "/*0000*/ HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;"
+    )  # both factors in shared memory
+    assert find_lost_addresses("no code") == []
 
 
 @pytest.mark.parametrize(
@@ -41,14 +43,14 @@ def test_addresses_that_are_there() -> None:
 )
 def test_addresses_that_are_lost(before: str, after: str, lost: int, reason: str) -> None:
     assert before in GOOD
-    found = lost_addresses(GOOD.replace(before, after))
+    found = find_lost_addresses(GOOD.replace(before, after))
     assert len(found) == lost
     assert reason in found[0]
 
 
 def test_what_comes_later_defines_nothing() -> None:
     first, *rest = GOOD.strip().splitlines()
-    assert lost_addresses("\n".join([*rest[1:], first, rest[0]]))
+    assert find_lost_addresses("\n".join([*rest[1:], first, rest[0]]))
 
 
 LOOPS = """
@@ -72,12 +74,12 @@ IN_BOTH = "ULDC UR18, c[0x0][0x2a4]", "USGXT.U32 UR18, UR6, 0xe"
 
 
 def test_an_address_must_be_there_on_every_way() -> None:
-    (found,) = lost_addresses(LOOPS)
+    (found,) = find_lost_addresses(LOOPS)
     assert "gdesc[UR20]" in found
     assert "UR18 comes from ULDC UR18" in found
-    assert lost_addresses(LOOPS.replace(*IN_BOTH)) == []
+    assert find_lost_addresses(LOOPS.replace(*IN_BOTH)) == []
     always = LOOPS.replace("@!P0 BRA", "BRA")
-    assert lost_addresses(always) == []
-    assert lost_addresses(always.replace("BRA P1,", "BRA")) == []
-    found, *_ = lost_addresses(LOOPS.replace(IN_BOTH[1], "S2UR UR18, SR_CTAID.X").replace(*IN_BOTH))
+    assert find_lost_addresses(always) == []
+    assert find_lost_addresses(always.replace("BRA P1,", "BRA")) == []
+    found, *_ = find_lost_addresses(LOOPS.replace(IN_BOTH[1], "S2UR UR18, SR_CTAID.X").replace(*IN_BOTH))
     assert "S2UR" in found

@@ -12,7 +12,7 @@ from warploom import flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.peers import plain
 from warploom.testing.accuracy import compare
-from warploom.testing.conformance import gradients, random_like, upcast
+from warploom.testing.conformance import compute_gradients, draw_like, upcast
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -127,7 +127,7 @@ def test_large_logits(dtype: torch.dtype, backend: str, device: torch.device) ->
     exact_inputs = upcast(inputs)
     results = [plain(**inputs), plain(**exact_inputs), flash_attention(**inputs, backend=backend)]
     eager, exact, found = (
-        tuple(gradients(result, given, random_like(results[0])).values())
+        tuple(compute_gradients(result, given, draw_like(results[0])).values())
         for result, given in zip(results, (inputs, exact_inputs, inputs))
     )
     accuracy = compare(found, exact, eager)
@@ -201,8 +201,8 @@ def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, dev
             alone |= {n: x[entry : entry + 1, :length] for n, x in inputs.items() if n in ("k", "v")}
             alone = {n: x.detach().requires_grad_() for n, x in alone.items()}
             outputs = flash_attention(**alone, **options, return_lse=True, backend=backend)
-            grads = [x[entry : entry + 1] for x in random_like(found[:2])]
-            expected = (*outputs, *gradients(outputs, alone, grads).values())
+            grads = [x[entry : entry + 1] for x in draw_like(found[:2])]
+            expected = (*outputs, *compute_gradients(outputs, alone, grads).values())
             for x, y in zip(found[:2], outputs):
                 torch.testing.assert_close(x[entry : entry + 1], y)
             torch.testing.assert_close(found[2][entry : entry + 1], expected[2])
@@ -254,8 +254,8 @@ def test_attention_over_parts_of_the_keys_merges_by_lse(backend: str, device: to
     merged = sum(out * (part_lse - lse).exp().transpose(1, 2).unsqueeze(-1) for out, part_lse in parts)
     whole = flash_attention(q, k, v, backend=backend)
     torch.testing.assert_close(merged, whole)
-    grads = random_like(whole)
-    torch.testing.assert_close(gradients(merged, inputs, grads), gradients(whole, inputs, grads))
+    grads = draw_like(whole)
+    torch.testing.assert_close(compute_gradients(merged, inputs, grads), compute_gradients(whole, inputs, grads))
 
 
 @backends

@@ -270,7 +270,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from warploom import flash_attention
 from warploom.runtime import launch
-from warploom.testing.descriptors import disassemble, lost_addresses
+from warploom.testing.descriptors import disassemble, find_lost_addresses
 
 def zeros(tokens, heads, features):
     return torch.zeros(1, tokens, heads, features, dtype=torch.float16)
@@ -282,7 +282,7 @@ for values in (16, 32):
             flash_attention(q, k, v, backend="triton", seqused_k=torch.tensor([299], dtype=torch.int32))
         (build,) = (build for build in builds.values() if "combine" not in build.function.__name__)
         built = build.compile(GPUTarget("cuda", 90, 32))
-        lost = lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
+        lost = find_lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
         print(build.function.__name__, len(lost))
 """
 

@@ -9,7 +9,7 @@ import torch
 from flash_cases import random_inputs
 
 from warploom.ops.flash_attention import reference
-from warploom.testing.conformance import gradients, random_like
+from warploom.testing.conformance import compute_gradients, draw_like
 
 Tensor = torch.Tensor
 
@@ -55,8 +55,8 @@ def test_the_definition(n: int, m: int, window: tuple[int | None, int | None], c
     expected = attend_slowly(inputs["q"], inputs["k"], inputs["v"], causal, window)
     found = reference.flash_attention(**inputs, causal=causal, window=window, return_lse=True)
     torch.testing.assert_close(found, expected)
-    wanted = gradients(expected, inputs, random_like(expected))
-    torch.testing.assert_close(gradients(found, inputs, random_like(found)), wanted)
+    wanted = compute_gradients(expected, inputs, draw_like(expected))
+    torch.testing.assert_close(compute_gradients(found, inputs, draw_like(found)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_the_definition_of_caps_sinks_and_lengths(window: Any, options: dict[str
     found = reference.flash_attention(**{**options, **inputs}, causal=True, window=window, return_lse=True)
     torch.testing.assert_close(found, expected)
     out_only = (expected[0], expected[1].masked_fill(expected[1] == -torch.inf, 0.0))
-    wanted = gradients(out_only, inputs, random_like(expected))
+    wanted = compute_gradients(out_only, inputs, draw_like(expected))
     found = (found[0], found[1].masked_fill(found[1] == -torch.inf, 0.0))
-    torch.testing.assert_close(gradients(found, inputs, random_like(found)), wanted)
+    torch.testing.assert_close(compute_gradients(found, inputs, draw_like(found)), wanted)
 
 
 def test_the_definition_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_the_definition_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reference, "BLOCK_WEIGHTS", 200)
     blocks = reference.flash_attention(**inputs)
     torch.testing.assert_close(blocks, whole)
-    grads = random_like(whole)
-    torch.testing.assert_close(gradients(blocks, inputs, grads), gradients(whole, inputs, grads))
+    grads = draw_like(whole)
+    torch.testing.assert_close(compute_gradients(blocks, inputs, grads), compute_gradients(whole, inputs, grads))
 
 
 def test_operations_of_values_that_are_narrower() -> None:

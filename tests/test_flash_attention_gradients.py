@@ -8,7 +8,7 @@ from flash_cases import BACKENDS, backends, kernels, random_inputs
 
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference
-from warploom.testing.conformance import gradients, random_like, upcast
+from warploom.testing.conformance import compute_gradients, draw_like, upcast
 
 Tensor = torch.Tensor
 
@@ -66,10 +66,10 @@ def test_an_adapter_for_one_head(backend: str, is_causal: bool, device: torch.de
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
 def test_only_some_gradients(wanted: str, backend: str, device: torch.device) -> None:
     inputs = random_inputs(device, 17, causal=True)
-    everything = gradients(out := flash_attention(**inputs, backend=backend), inputs, random_like(out))
+    everything = compute_gradients(out := flash_attention(**inputs, backend=backend), inputs, draw_like(out))
     some = {n: t.detach().requires_grad_(n in wanted) if isinstance(t, Tensor) else t for n, t in inputs.items()}
     out = flash_attention(**some, backend=backend)
-    for name, grad in gradients(out, some, random_like(out)).items():
+    for name, grad in compute_gradients(out, some, draw_like(out)).items():
         assert torch.equal(grad, everything[name])
 
 
@@ -163,7 +163,7 @@ def test_autocast_casts_as_for_pytorchs_own_attention(backend: str, device: torc
     assert out.dtype == theirs.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     assert torch.equal(out, flash_attention(**low, backend=backend))
-    found = gradients(out, mixed, random_like(out))
+    found = compute_gradients(out, mixed, draw_like(out))
     assert found["q"].dtype == torch.float32
     assert found["v"].dtype == torch.bfloat16
     with torch.autocast(device.type, torch.bfloat16):

@@ -14,7 +14,7 @@ from planned_calls import forget_plans
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import random_like
+from warploom.testing.conformance import draw_like
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -696,7 +696,7 @@ def test_rows_behind_the_last_sequence_are_of_none(
     inputs["sink"] = torch.randn(1, generator=seeds.generator(6)).to(device).requires_grad_()
     bounds = {"cu_seqlens_q": [0, 70, 70, ends[0]], "cu_seqlens_k": [0, 20, 25, ends[1]]}
     inputs |= {name: torch.tensor(x, device=device, dtype=torch.int32) for name, x in bounds.items()}
-    grads = random_like((inputs["q"], torch.empty(1, 1, rows[0], device=device)))
+    grads = draw_like((inputs["q"], torch.empty(1, 1, rows[0], device=device)))
     leaves = [inputs[name] for name in ("q", "k", "v", "sink")]
     places = [(1, ends[0], 0), (2, ends[0], -torch.inf), (1, ends[0], 0), (1, ends[1], 0), (1, ends[1], 0)]
     outs = reference.flash_attention(**inputs)

@@ -16,7 +16,7 @@ from planned_calls import forget_plans, no_plans
 
 from warploom import flash_attention
 from warploom.ops.flash_attention.bench import OPERATOR
-from warploom.testing.conformance import make_draws, more_draws
+from warploom.testing.conformance import make_draws, make_more_draws
 from warploom.testing.poison import poisoned_allocations
 
 pytestmark = kernels
@@ -144,7 +144,7 @@ def long_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_long_loops_on_small_problems(case: Any, device: torch.device) -> None:
     """Cases are small, and such calls have kernels or loops of their own: here they get those of large ones."""
     draws = make_draws(OPERATOR, case, device)
-    assert_right(draws, "triton", lambda: more_draws(OPERATOR, case, device, draws))
+    assert_right(draws, "triton", lambda: make_more_draws(OPERATOR, case, device, draws))
 
 
 def test_which_problems_are_small() -> None:

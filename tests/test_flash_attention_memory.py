@@ -10,7 +10,7 @@ from flash_cases import LAYOUTS, assert_right, backends, kernels, random_inputs,
 from warploom import BackendError, flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.testing.accuracy import compare, compare_each
-from warploom.testing.conformance import leaves, upcast
+from warploom.testing.conformance import find_leaves, upcast
 
 Tensor = torch.Tensor
 
@@ -42,8 +42,8 @@ def test_expanded_keys_and_gradients(backend: str, device: torch.device) -> None
     assert_right(expanded, backend)
     out, lse = flash_attention(**expanded, return_lse=True, backend=backend)
     expected, expected_lse = reference.flash_attention(**expanded, return_lse=True)
-    found = torch.autograd.grad(out.sum() + lse.sum(), tuple(leaves(expanded).values()))
-    wanted = torch.autograd.grad(expected.sum() + expected_lse.sum(), tuple(leaves(expanded).values()))
+    found = torch.autograd.grad(out.sum() + lse.sum(), tuple(find_leaves(expanded).values()))
+    wanted = torch.autograd.grad(expected.sum() + expected_lse.sum(), tuple(find_leaves(expanded).values()))
     torch.testing.assert_close(found, wanted)
 
 

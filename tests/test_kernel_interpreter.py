@@ -12,7 +12,7 @@ from planned_calls import forget_plans
 
 from warploom import flash_attention, linear_attention, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import random_like
+from warploom.testing.conformance import draw_like
 
 if not HAS_TRITON or torch.cuda.is_available():
     pytest.skip("needs Triton, and no GPU", allow_module_level=True)
@@ -63,7 +63,7 @@ def results(name: str) -> list[Tensor]:
     ]
     out = function(*inputs, **options, backend="triton")
     wanted = [x for x in inputs if x is not None]
-    grads = torch.autograd.grad(out, wanted, random_like((out,))) if out.requires_grad else ()
+    grads = torch.autograd.grad(out, wanted, draw_like((out,))) if out.requires_grad else ()
     return [out.detach(), *grads]
 
 

@@ -12,7 +12,7 @@ from warploom import linear_attention
 from warploom.ops import operators
 from warploom.ops.linear_attention import reference
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.conformance import check_case, gradients
+from warploom.testing.conformance import check_case, compute_gradients
 
 Tensor = torch.Tensor
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
@@ -222,7 +222,7 @@ def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: p
             }
             outs = linear_attention(**inputs, return_state=True, backend="triton")
             grads = tuple(torch.ones_like(x) for x in outs)
-            results.append((*outs, *gradients(outs, inputs, grads).values()))
+            results.append((*outs, *compute_gradients(outs, inputs, grads).values()))
         forget_plans()
         for found, expected in zip(*results, strict=True):
             assert_near(found, expected)
@@ -591,7 +591,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from warploom import linear_attention
 from warploom.runtime import launch
-from warploom.testing.descriptors import disassemble, lost_addresses
+from warploom.testing.descriptors import disassemble, find_lost_addresses
 
 def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -602,7 +602,7 @@ with launch.recording(90, 132) as builds:
     linear_attention(*inputs, theta=theta, decay=decay, encoding="rotate", backend="triton").sum().backward()
 for build in builds.values():
     built = build.compile(GPUTarget("cuda", 90, 32))
-    lost = lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
+    lost = find_lost_addresses(disassemble(built.asm["cubin"])) if "wgmma" in built.asm["ptx"] else []
     print(build.function.__name__, len(lost))
 """
 

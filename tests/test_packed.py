@@ -14,7 +14,7 @@ from flash_cases import BACKENDS
 from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention
 from warploom.ops.flash_attention import fallback
 from warploom.ops.tpa import api as tpa_api
-from warploom.testing.conformance import random_like
+from warploom.testing.conformance import draw_like
 from warploom.testing.poison import poisoned_allocations
 
 Tensor = torch.Tensor
@@ -83,7 +83,7 @@ def _gradients_of_results(case: Case, device: torch.device) -> tuple[Tensor, ...
     heads = 4 if case.call is flash_attention else 2
     outs = [torch.empty(1, TAIL_Q, heads, features, dtype=case.dtype)]
     outs += [torch.empty(1, heads, TAIL_Q)] * bool(case.options.get("return_lse"))
-    return tuple(x.to(device) for x in random_like(tuple(outs)))
+    return tuple(x.to(device) for x in draw_like(tuple(outs)))
 
 
 def _axis(name: str) -> int:

@@ -19,11 +19,11 @@ from warploom.version import __version__
 
 
 def _is_command_line() -> bool:
-    """Whether this process is the command ``warploom``, which does without PyTorch for ``--help``."""
+    """True if this process is the command ``warploom``, whose ``--help`` does not import PyTorch."""
     return Path(sys.argv[0]).stem == "warploom" or sys.orig_argv[1:3] == ["-m", "warploom"]
 
 
-# Importing the operators makes them known as ``torch.ops.warploom``, to `torch.export.load` for one.
+# Importing the operators registers them as ``torch.ops.warploom``, as `torch.export.load` needs.
 if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
     from warploom.ops.flash_attention.api import flash_attention
     from warploom.ops.linear_attention.api import linear_attention

@@ -1,6 +1,6 @@
-"""The errors and warnings a user can meet. An error names function and argument, what was expected and what came.
+"""The errors and warnings of warploom. An error names function and argument, what was expected and what was given.
 
-Errors are raised before any kernel runs; nothing has been modified when one arrives.
+Errors are raised before any kernel runs and before anything is modified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ArgumentError(WarploomError):
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
-    """A call has an argument that the function does not have. The text says what it is called here."""
+    """A call has an argument that the function does not have. The text gives its name in warploom, if any."""
 
 
 class ShapeError(WarploomError):
@@ -64,19 +64,19 @@ class DeviceError(WarploomError):
 
 
 class BackendError(WarploomError, RuntimeError):
-    """The backend that was asked for by name cannot run this call here. There is no fallback."""
+    """The backend that was chosen by name cannot run this call here. There is no fallback."""
 
 
 class LayoutWarning(UserWarning):
-    """Tensors have shapes as if their heads came before their tokens, which here is the other way round."""
+    """Tensors have shapes as if heads came before tokens. Here tokens come before heads."""
 
 
 class BackendWarning(UserWarning):
-    """A call takes much more time or memory than it would elsewhere. The text says why."""
+    """A call takes much more time or memory than on another backend. The text says why."""
 
 
 def warn(category: type[Warning], message: str) -> None:
-    """Warn about the line that called warploom: once a line, unless Python is told otherwise."""
+    """Warn about the line of code that called warploom; by default Python shows a warning once for each line."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "warploom":
@@ -85,15 +85,15 @@ def warn(category: type[Warning], message: str) -> None:
 
 
 def fault(error: type[WarploomError], function: str, argument: str, expected: str, got: object) -> WarploomError:
-    """Build an error in the house's one wording: ``function: argument must be EXPECTED; got GOT``."""
+    """Returns an error with the text ``function: argument must be EXPECTED; got GOT``."""
     return error(f"{function}: {argument} must be {expected}; got {got}")
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's shape as an error shows it."""
+    """Returns a tensor's shape, for an error."""
     return tuple(tensor.shape)
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """A tensor's dtype as an error shows it, e.g. ``bfloat16``."""
+    """Returns a tensor's dtype as text for an error, e.g. ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")

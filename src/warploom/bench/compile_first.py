@@ -31,7 +31,7 @@ from warploom.bench.evaluate import Unit, provider_call
 from warploom.bench.fingerprint import builds_of
 from warploom.ops import benches
 from warploom.ops.spec import COMPILED_BRIEFLY, Case
-from warploom.testing.workers import workers
+from warploom.testing.workers import start_workers
 
 MOST_PROCESSES = 12
 LEAST_UNITS = 8
@@ -112,7 +112,7 @@ def compile_first(
         yield Ahead()
         return
     not_ours = set(multiprocessing.active_children())
-    pool = workers(processes, specs)
+    pool = start_workers(processes, specs)
     try:
         pending = _submit(pool, units, kernels, device)
         late = wait([pool.submit(_call_once, group, device) for group in peers.values()], seconds).not_done

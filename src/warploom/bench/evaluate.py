@@ -26,7 +26,7 @@ from warploom.bench.measure import (
 from warploom.bench.records import LIMIT, Record
 from warploom.ops.spec import QUICK, Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, as_tuple, compare
-from warploom.testing.conformance import SEED, leaves, make_inputs, upcast
+from warploom.testing.conformance import SEED, find_leaves, make_inputs, upcast
 
 PRODUCT = "matrix product"
 """Under which the large product is timed whose rate bounds arithmetic."""
@@ -152,7 +152,7 @@ class _Subject:
 
 def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
     """Differentiable outputs of a function, and the leaves among its inputs."""
-    wanted = tuple(leaves(inputs).values())
+    wanted = tuple(find_leaves(inputs).values())
     if not wanted:
         raise Unsupported("no input of this case wants a gradient")
     return tuple(output for output in as_tuple(function(**inputs)) if output.requires_grad), wanted

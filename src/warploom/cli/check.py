@@ -178,9 +178,9 @@ def _results(
                 return
             yield check(place)
         return
-    from warploom.testing.workers import workers
+    from warploom.testing.workers import start_workers
 
-    with workers(processes, specs) as pool:
+    with start_workers(processes, specs) as pool:
         try:
             yield from pool.map(check, places, chunksize=CASES_AT_ONCE)
         except BrokenProcessPool as error:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from warploom.bench.runner import Selection
     from warploom.ops.spec import Bench
-    from warploom.testing.specs import Spec
+    from warploom.testing.specs import SpecFile
 
 Commands = Any
 """What `argparse` returns from ``add_subparsers``; it has no public type."""
@@ -109,7 +109,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def names_in(specs: Sequence[Spec], what: str) -> list[str]:
+def names_in(specs: Sequence[SpecFile], what: str) -> list[str]:
     """The names of the ``operators`` or ``benches`` of specs, which a command is about when the user gives none."""
     names = [one.name for spec in specs for one in getattr(spec, what)]
     if specs and not names:

@@ -1,4 +1,4 @@
-"""The registry: one line per operator. Tests, bench and documentation go through it."""
+"""The registry of operators, a folder for each. Tests, benches and documentation find operators here."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ FOLDERS = ("lrpe", "flash_attention", "tpa", "linear_attention")
 """The operators' folders; each has a ``bench.py`` with ``OPERATORS`` and ``BENCHES``."""
 
 
-_guests: dict[str, Operator] = {}
-_guest_benches: dict[str, Bench] = {}
+_registered_operators: dict[str, Operator] = {}
+_registered_benches: dict[str, Bench] = {}
 
 
 def operators() -> dict[str, Operator]:
-    """Every public operator by name, then those of `register`."""
-    return _own_operators() | _guests
+    """Returns every operator by name: warploom's, then those added by `register`."""
+    return _own_operators() | _registered_operators
 
 
 def benches() -> dict[str, Bench]:
-    """Every bench by name, in the order of the registry, then those of `register`."""
-    return _own_benches() | _guest_benches
+    """Returns every bench by name: warploom's, in the order of the registry, then those added by `register`."""
+    return _own_benches() | _registered_benches
 
 
 def register(operators: Iterable[Operator] = (), benches: Iterable[Bench] = ()) -> None:
-    """Add operators and benches from outside this package, for this process; a later one replaces its namesake.
+    """Add operators and benches to the registry, for this process. A later one replaces one of the same name.
 
     Raises:
-        ArgumentError: The name is one of this package's.
+        ArgumentError: The name is that of an operator or bench of warploom's.
     """
     for operator in operators:
         if operator.name in _own_operators():
             raise ArgumentError(f"register: {operator.name} is an operator of warploom's own; take another name")
-        _guests[operator.name] = operator
+        _registered_operators[operator.name] = operator
     for bench in benches:
         if bench.name in _own_benches():
             raise ArgumentError(f"register: {bench.name} is a bench of warploom's own; take another name")
-        _guest_benches[bench.name] = bench
+        _registered_benches[bench.name] = bench
 
 
 def _own_operators() -> dict[str, Operator]:

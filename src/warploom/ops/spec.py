@@ -1,8 +1,8 @@
-"""What tests, bench and documentation know of an operator: the types that each ``bench.py`` fills in.
+"""Descriptions of operators and benches, for tests, benches and documentation: the types of each ``bench.py``.
 
-An operator's folder says here, once, how its inputs are made, which small odd cases must be right, which
-cases are timed, what stands beside it and how many bytes it must move. The conformance suite and the bench
-go through these descriptions and contain nothing about any one operator.
+An operator's folder describes how inputs are made, which small cases must be right, which cases are timed, the
+peers that are timed beside it, and how many bytes it must move. The conformance suite and the bench only know these
+descriptions, and no operator.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Case = Mapping[str, Any]
 """Parameters of one case; JSON values only (``{"activation": "silu", "n": 4096, ...}``)."""
 
 Inputs = dict[str, Any]
-"""Keyword arguments of the public function. Tensors that want a gradient are leaves that require it."""
+"""Keyword arguments of the public function. Tensors that need a gradient are leaves that require it."""
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 KERNELS = "warploom"
-"""The provider that is the operator on its kernels; names of variants begin with it."""
+"""The provider that runs the operator's kernels. Names of variants begin with it."""
 QUICK = "quick"
-"""The suite of a person's first minute."""
+"""The suite for a first look, of at most a minute."""
 COMPILED_BRIEFLY = "torch_compile_default"
-"""The provider that is compiled without a search for tiles: in the suite `QUICK` alone."""
+"""The provider that is compiled without autotuning, in the suite `QUICK` only."""
 
 
 class Unsupported(Exception):
-    """Raised by a provider that cannot do a case (a missing package, GPU or feature); the text says why.
+    """Raised by a provider that cannot run a case (a missing package, GPU or feature). The text says why.
 
     Example:
         ```python
@@ -50,7 +50,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Operator:
-    """One public function, as the conformance suite sees it.
+    """A public function, described for the conformance suite.
 
     Example:
         ```python
@@ -73,30 +73,31 @@ class Operator:
     name: str
     """The function's name, e.g. ``lrpe_rotate``."""
     function: Callable[..., Outputs]
-    """The public function; called as ``function(**inputs, backend=...)``."""
+    """The public function, called as ``function(**inputs, backend=...)``."""
     reference: Callable[..., Outputs]
-    """The definition; called as ``reference(**inputs)`` on any device and float dtype, float64 included."""
+    """The definition, called as ``reference(**inputs)`` on any device and in any float dtype, float64 included."""
     make_inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
-    """Random inputs of a case, drawn on the CPU generator and moved, the same on every device."""
+    """Makes random inputs of a case, drawn from the CPU generator and moved, the same on every device."""
     check_cases: tuple[Case, ...]
-    """Small odd cases that together touch every feature; every backend must meet the error budget on each."""
+    """Small cases of odd sizes that together cover every feature. Every backend must meet the error budget on
+    each."""
     autocasts: tuple[str, ...] = ()
-    """The inputs that autocast casts, as it does those of a matrix product."""
+    """Names of the inputs that autocast casts."""
     length: str = "n"
-    """The case parameter that is a length of a sequence: another value of it compiles nothing new."""
+    """The case parameter that is the length of a sequence. Another value of it compiles nothing new."""
     spills: Mapping[str, int] = field(default_factory=dict)
-    """Kernel name to the bytes a thread that its variants may spill at most, for tiles that were measured to be
-    faster than those that spill nothing. A kernel that is not named may spill none."""
+    """Kernel name to the most bytes per thread that its variants may spill, for tiles that were measured to be
+    faster than those that spill nothing. A kernel without an entry may spill nothing."""
     fused: bool = False
-    """Whether ``backend="torch"`` is another computation than the reference: PyTorch's fused attention, say."""
+    """True if ``backend="torch"`` does not run the reference, but PyTorch's fused attention, for example."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The fewest bytes a case must move and operations it must do, and the mix to stream for the limit.
+    """The bytes that a case must move at least, and its operations, from which the limit of the hardware follows.
 
-    ``reads`` and ``writes`` count equal streams of ``stream_bytes`` each: one tensor read and one twice its
-    size written is ``reads=1, writes=2``.
+    ``reads`` and ``writes`` count equal streams of ``stream_bytes`` each. If one tensor is read, and another of
+    twice its size is written, they are ``reads=1, writes=2``.
 
     Example:
         ```python
@@ -114,12 +115,12 @@ class Traffic:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that any implementation must move through device memory."""
+        """The bytes that any implementation must move through device memory."""
         return (self.reads + self.writes) * self.stream_bytes
 
     @classmethod
     def of_bytes(cls, read: int, written: int, flops: int = 0) -> Traffic:
-        """Traffic of so many bytes, in the mix of at most four reads and three writes that comes closest.
+        """Returns the traffic of so many bytes, as the closest mix of at most four reads and three writes.
 
         Args:
             read: Bytes read.
@@ -137,7 +138,7 @@ class Traffic:
 class Other:
     """Another function that does the same work in a model, timed beside a bench's own in every case.
 
-    It has its own inputs, definition and bytes: it is checked against its own reference, and has no share of the
+    It has its own inputs, definition and bytes. It is checked against its own reference, and not compared with the
     bench's limit.
 
     Example:
@@ -156,9 +157,9 @@ class Other:
     """
 
     operator: Operator
-    """Makes its inputs from the bench's cases, and defines what is right."""
+    """The other function, whose inputs are made from the bench's cases."""
     providers: Mapping[str, Callable[[Case], Callable[..., Outputs]]]
-    """As those of a `Bench`, under names that say which function they are of."""
+    """Providers as in a `Bench`, with names that say which function they run."""
     traffic: Callable[[Case, str], Traffic]
     """Bytes and operations of a case of the bench in a mode."""
 
@@ -190,84 +191,86 @@ class Bench:
     """
 
     name: str
-    """With dashes, as typed: ``lrpe-cosine-md``. Records carry it with underscores."""
+    """The name on the command line, with dashes: ``lrpe-cosine-md``. Records have underscores instead."""
     operator: Operator
     suites: Mapping[str, Callable[[str], Sequence[Case]]]
-    """Suite name (``quick``, ``published``) to a function from device type (``cuda``, ``cpu``) to cases."""
+    """Suite name (``quick``, ``published``) to a function that returns the cases for a device type (``cuda``,
+    ``cpu``)."""
     providers: Mapping[str, Callable[[Case], Callable[..., Outputs]]]
-    """Name to a builder. The builder gets the case and returns a function called as ``f(**inputs)``, or
-    raises `Unsupported`. The provider ``limit`` is the bench's own and not listed here."""
+    """Provider name to a builder. Given a case, a builder returns a function called as ``f(**inputs)``, or raises
+    `Unsupported`. The provider ``limit`` is added by the bench."""
     traffic: Callable[[Case, str], Traffic]
     """Bytes and operations of a case in a mode (``fwd``, ``bwd`` or ``fwd_bwd``)."""
     title: str
-    """One line for tables and the report."""
+    """Title of its tables and of its section in the report."""
     x: str = "n"
-    """The case parameter that runs down the rows of a table and along the axis of a plot."""
+    """The case parameter of a table's rows and of a plot's horizontal axis."""
     modes: tuple[str, ...] = ("fwd", "bwd")
     own: str = ""
-    """The provider that stands for the operator: drawn thick, compared with the others, and a failure of the run
-    when it fails. Empty for ``warploom``, or ``torch`` where no kernel can run."""
+    """The provider that is the operator itself. It is drawn thick and compared with the others, and the run fails
+    if it fails. Empty for ``warploom``, or ``torch`` where no kernel can run."""
     command: str = ""
-    """What runs it, where that is not ``warploom bench NAME``: another such command line, to which a selection is
-    added, or a script's, which is all there is to say."""
+    """The command that runs the bench, if that is not ``warploom bench NAME``. Options are added to a command that
+    begins with ``warploom bench``."""
     others: tuple[Other, ...] = ()
     """Other functions to time beside it."""
     precompiled: tuple[str, ...] = ()
-    """Providers, those of other functions included, whose kernels come compiled, as eager PyTorch's do. What the
-    rest run is compiled before anything is measured."""
+    """Providers whose kernels are already compiled, as those of eager PyTorch, providers of other functions
+    included. Kernels of all other providers are compiled before anything is measured."""
     quick: tuple[str, ...] = ()
-    """The providers of the suite ``quick``, none of which searches for its tiles; empty for all."""
+    """The providers of the suite ``quick``, none of them autotuned; empty for all."""
     budgets: Mapping[str, float] = field(default_factory=dict)
-    """By how much the error budget of a peer is larger than ours, for one that is known to round more."""
+    """Provider name to the factor of its error budget, for a peer that is known to round more."""
     measure: Callable[..., list[Any]] | None = None
-    """What measures a unit in the place of `warploom.bench.evaluate.evaluate`: steps of models."""
+    """Measures a unit instead of `warploom.bench.evaluate.evaluate`, for steps of models."""
     prepare: Callable[..., Callable[[], object]] | None = None
-    """With `measure`: returns the step to be profiled of a provider (its name, the unit, the device), warmed up."""
+    """Returns a provider's step to profile, warmed up, given its name, unit and device; with ``measure``."""
     launches: Callable[[Case, str], object] | None = None
-    """Launches what a provider launches of ours in a case, where that is not to call it: see `fingerprint`."""
+    """Makes the launches of our kernels in a provider's case, if a call of the provider does not; see
+    `fingerprint`."""
 
     def runs_kernels(self, provider: str) -> bool:
-        """Whether a provider runs the operator's own kernels."""
+        """True if a provider runs the operator's own kernels."""
         return provider.startswith(KERNELS)
 
     @property
     def record_name(self) -> str:
-        """The bench's name as records carry it."""
+        """The bench's name in records."""
         return self.name.replace("-", "_")
 
     @property
     def every_provider(self) -> dict[str, Callable[[Case], Callable[..., Outputs]]]:
-        """Builders of all providers, those of other functions last."""
+        """The builders of all providers, those of other functions last."""
         return dict(self.providers) | {n: build for other in self.others for n, build in other.providers.items()}
 
     def providers_of(self, suite: str) -> list[str]:
-        """Names of the providers that a suite measures where the user names none."""
+        """Returns the names of the providers that a suite measures by default."""
         if suite == QUICK:
             return [name for name in self.every_provider if not self.quick or name in self.quick]
         return [name for name in self.every_provider if name != COMPILED_BRIEFLY]
 
     def modes_of(self, suite: str) -> list[str]:
-        """Modes that a suite measures where the user names none: both passes together are left out of ``quick``."""
+        """Returns the modes that a suite measures by default: ``quick`` leaves out ``fwd_bwd``."""
         return [mode for mode in self.modes if suite != QUICK or mode != "fwd_bwd" or "bwd" not in self.modes]
 
     @property
     def other_names(self) -> list[str]:
-        """The providers of other functions."""
+        """The names of the providers of other functions."""
         return [name for other in self.others for name in other.providers]
 
 
 def compiled_briefly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A peer compiled for its case with the compiler's first choice of tiles: `COMPILED_BRIEFLY`."""
+    """Compile a peer for its case without autotuning: `COMPILED_BRIEFLY`."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled
 
 
 def compiled_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
-    """A peer compiled for its case with the compiler's own search for tiles: it gets its best settings too.
+    """Compile a peer for its case with the compiler's autotuning.
 
     Args:
-        function: What is compiled.
-        graphs: Whether it is replayed from CUDA graphs.
+        function: The function to compile.
+        graphs: True to replay it from CUDA graphs.
     """
     mode = "max-autotune" if graphs else "max-autotune-no-cudagraphs"
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False, mode=mode)
@@ -280,10 +283,11 @@ _PERIOD = 2**24 - 3  # a prime
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Normal numbers. On a CPU a large tensor repeats them with a prime period: no two of its rows are alike.
+    """Returns a tensor of normal random numbers.
 
-    On a GPU they are drawn there: those of a large tensor would take the host longer than all that a case measures.
-    While launches are recorded nothing reads them: then the memory, of many GiB in some cases, is never touched.
+    On a GPU they are drawn there, which is much faster for large tensors. On a CPU a large tensor repeats them with
+    a prime period, so that no two of its rows are equal. While launches are recorded, the tensor is left
+    uninitialised, as nothing reads it and some cases have many GiB.
     """
     if _is_recording():
         return torch.empty(shape, dtype=dtype, device=device)
@@ -299,10 +303,10 @@ def normal(
 
 
 def need_cuda(what: str = "the Triton kernels") -> None:
-    """For the builder of a provider that runs on an NVIDIA GPU only, as in ``examples/rms_norm/spec.py``.
+    """Raise unless there is an NVIDIA GPU, for builders of providers, as in ``examples/rms_norm/spec.py``.
 
     Raises:
-        Unsupported: There is none.
+        Unsupported: There is no NVIDIA GPU.
     """
     if not torch.cuda.is_available() and not _is_recording():
         raise Unsupported(f"an NVIDIA GPU is needed for {what}")

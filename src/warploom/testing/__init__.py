@@ -1,1 +1,1 @@
-"""What decides whether an operator is right: the error budget, poisoned memory, conformance, builds."""
+"""Tests of operators: the error budget, poisoned memory, conformance to the reference, and builds."""

@@ -1,10 +1,13 @@
 """The accuracy promise as a test: at most twice the eager low-precision reference's error, plus rounding.
 
-Every output is compared with the float64 reference three times over: its largest error against the largest error
-of the eager reference in the input's own dtype, its root-mean-square error against theirs, and the same block by
-block. The first catches one wrong element, the second a small bias everywhere, and the third what is wrong where
-values are small: late rows of causal attention are averages of many values, and a lost key there is less than what
-rounding does to early rows. All must hold.
+Every output is compared with the float64 reference in three ways, and all must hold:
+
+- its largest error with the largest error of the eager reference in the input's dtype, which finds one wrong
+  element;
+- its root-mean-square error with that of the eager reference, which finds a small bias everywhere;
+- the root-mean-square errors of each block, which finds faults where values are small. Late rows of causal
+  attention
+  are averages of many values: a lost key there changes less than rounding does in early rows.
 """
 
 from __future__ import annotations
@@ -19,30 +22,33 @@ import torch
 
 Tensor = torch.Tensor
 CHUNK = 2**26
-"""Elements compared at a time: the float64 temporaries stay near half a gigabyte each."""
+"""Elements that are compared at a time. A float64 temporary then takes half a gigabyte."""
 
 BLOCK = 4096
-"""Elements of a block at most, in rows that are neighbours: so many that their root mean square is no luck. Less
-than half a block at the end of an axis belongs to the block before."""
+"""The most elements of a block of neighbouring rows: enough for a stable root mean square. Less than half a block
+at the end of an axis belongs to the block before."""
 UNEVEN = 2.0
-"""How much more a block may be off than its share: gradients of factors are small in most rows, large in some."""
+"""The factor by which a block's error may exceed its share: gradients of factors are small in most rows, large in
+some."""
 LEAST = 1 / 16
-"""Of the whole tensor's usual error, what a block may always be off. A gradient can be zero where its terms cancel:
-that of a query which sees one key is, and rounding leaves less than this of it."""
+"""The share of the whole tensor's error that every block is allowed. A gradient can be zero because its terms
+cancel, as that of a query which sees one key; rounding then leaves less than this."""
 ROW = 512
-"""Elements along the last axis up to which they are one row, of features, and stay together."""
+"""The longest last axis that is one row, of features, and is not divided into blocks."""
 
 UNLUCKY = 4.0
-"""A largest error over the mean budget that is no luck: of 180 gradients with 76 elements, 2.2 was the worst."""
+"""The largest error over the mean budget that chance explains. The worst of 180 gradients of 76 elements was
+2.2."""
 FEW_WITHIN = 1 / 4
-"""The share of runs within their own budgets below which the others are no luck: two elements are in 7 of 16."""
+"""The least share of runs within their own budgets if the others are chance. Results of two elements have 7 of
+16."""
 
 Tensors = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far an output is from the float64 reference, and how far it may be.
+    """The errors of an output against the float64 reference, and their budgets.
 
     For several outputs, the figures are those of the output that is worst relative to its budget.
     """
@@ -50,35 +56,36 @@ class Accuracy:
     ok: bool
     """True when both errors are within their budgets and nothing else is wrong."""
     max_error: float
-    """Largest absolute error; infinite when ``problem`` says why errors have no meaning."""
+    """Largest absolute error; infinite if ``problem`` says why there is none."""
     error_budget: float
     """Twice the largest error of the eager reference plus half an epsilon of the largest value."""
     rms_error: float
     """Root-mean-square error."""
     rms_budget: float
-    """The same budget with root mean squares in the place of maxima."""
+    """Twice the root-mean-square error of the eager reference plus half an epsilon of the root-mean-square
+    value."""
     worst: tuple[int, ...] = ()
     """Index of the element with the largest error, or of the first NaN or infinity out of place."""
     output: int = 0
-    """Which output these figures belong to, where there are several."""
+    """Index of the output that the figures belong to, where there are several."""
     problem: str = ""
-    """What is wrong besides size of error: shape, dtype, NaN or infinities out of place."""
+    """A fault other than the size of errors: shape, dtype, NaN or infinities out of place."""
     block_ratio: float = 0.0
-    """Root-mean-square error over its budget in the worst block; 0 where the whole output is one."""
+    """Root-mean-square error over its budget in the worst block; 0 if the output is one block."""
     block: tuple[int, ...] = ()
-    """Index at which that block begins."""
+    """Index at which the worst block begins."""
     size: float = 0.0
     """The largest absolute value of the reference."""
 
     @property
     def ratio(self) -> float:
-        """Error over budget, the worst of all; at most 1 when within budget."""
+        """The largest ratio of an error to its budget; at most 1 if all are within budget."""
         pairs = (self.max_error, self.error_budget), (self.rms_error, self.rms_budget)
         whole = [error and (error / budget if budget > 0 else math.inf) for error, budget in pairs]
         return max(*whole, self.block_ratio)
 
     def describe(self) -> str:
-        """One line for a person: what is wrong, or the errors beside their budgets."""
+        """Returns one line of text: the problem, or the errors beside their budgets."""
         where = f"output {self.output} at {self.worst}"
         if self.problem:
             return f"{self.problem} ({where})" if self.worst else self.problem
@@ -93,14 +100,14 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors, factor: float =
     """Judge an output by the accuracy promise.
 
     Args:
-        output: What the backend computed; a tensor or a tuple of tensors, any strides, any device.
-        reference: The same computed in float64 from the same inputs.
-        eager: The reference run in the inputs' own dtype; it sets the budget and the dtype expected.
-        factor: How many times the promised budget is allowed: more than 1 for others' kernels that round more.
+        output: The backend's output: a tensor or a tuple of tensors, of any strides, on any device.
+        reference: The reference in float64 on the same inputs, of the same shapes.
+        eager: The reference in the inputs' own dtype. It sets the budget and the expected dtype.
+        factor: Scales the budget; more than 1 for others' kernels that round more.
 
     Returns:
         The verdict; for several outputs, that of the worst. Wrong shapes, dtypes and numbers of outputs are
-        verdicts as well, not exceptions. Tensors without elements pass.
+        verdicts too, not exceptions. Tensors without elements pass.
     """
     return worst_of(compare_each(output, reference, eager, factor))
 
@@ -109,9 +116,9 @@ def compare(output: Tensors, reference: Tensors, eager: Tensors, factor: float =
 def compare_each(
     output: Tensors, reference: Tensors, eager: Tensors, factor: float = 1.0, spared: Sequence[Tensor | None] = ()
 ) -> list[Accuracy]:
-    """What `compare` does, with a verdict for every output; a single one if their number is wrong.
+    """Judge every output as `compare` does. Returns a verdict for each, or a single one if their number is wrong.
 
-    ``spared`` are errors that are known to be usual, element by element: a block may be off by theirs too.
+    ``spared`` are errors, for each element, that are known to be usual. They are added to the budgets of blocks.
     """
     outputs, references, eagers = map(as_tuple, (output, reference, eager))
     if not len(outputs) == len(references) == len(eagers):
@@ -122,18 +129,18 @@ def compare_each(
 
 
 def worst_of(verdicts: Sequence[Accuracy]) -> Accuracy:
-    """The verdict on several outputs: that of the worst, relative to its budget."""
+    """Returns the verdict on several outputs: that of the worst, relative to its budget."""
     return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.ratio))
 
 
 def mean_of(verdicts: Sequence[Accuracy]) -> Accuracy:
-    """One verdict on the same output of several runs on inputs of one kind: errors and budgets are averaged.
+    """Returns one verdict on several runs, on inputs of one kind: mean errors are compared with mean budgets.
 
-    The largest error of a few numbers may be small by chance: then it is no measure of another largest error, and
-    the mean of several is. The mean budget is that of values of mean size: some gradients of theta are ten times
-    others. What is wrong besides size of error is wrong, and so is what luck does not explain: a block beyond its
-    budget, an error beyond `UNLUCKY` times the mean budget, or errors beyond their own budgets in all but
-    `FEW_WITHIN` of the runs. The verdict is then that on such a run.
+    The largest error of a few numbers can be small by chance. It is then a bad budget for another largest error,
+    and the mean over several runs is a good one. A run fails by itself if chance does not explain it: if it has a
+    ``problem``, a block beyond its budget, an error beyond `UNLUCKY` times the mean budget (scaled to the size of
+    its values), or if fewer than `FEW_WITHIN` of the runs are within their own budgets. The verdict is then that on
+    such a run.
     """
     worst = max(verdicts, key=lambda verdict: (bool(verdict.problem), verdict.ratio))
     if len(verdicts) == 1 or worst.problem:
@@ -171,7 +178,7 @@ def _compare_one(
     if output.dtype != eager.dtype:
         return _failure(f"output {index} has dtype {output.dtype}; expected {eager.dtype}", index)
 
-    parts: list[_Sums] = []
+    parts: list[_PieceSums] = []
     for start, piece in _pieces(tuple(output.shape)):
         spare = None if spared is None else spared[piece]
         parts.append(_measure(output[piece], reference[piece], eager[piece], start, spare))
@@ -179,7 +186,7 @@ def _compare_one(
             return _failure(f"output {index} has {parts[-1].problem}", index, parts[-1].worst)
 
     blocks = [part.blocks for part in parts if part.blocks is not None]
-    parts = parts or [_Sums()]
+    parts = parts or [_PieceSums()]
     count = max(sum(part.elements for part in parts), 1)
     half_epsilon = torch.finfo(output.dtype).eps / 2
     max_error, max_eager, max_size = map(max, zip(*(part.largest for part in parts)))
@@ -191,8 +198,8 @@ def _compare_one(
     found = Accuracy(ok, max_error, max_budget, rms_error, rms_budget, worst, index, size=max_size)
     if sum(each.squares[0].numel() for each in blocks) < 2:
         return found
-    # Relative to its values, a block's error may be what is usual in the whole output, where eager's happens to be
-    # less: the first row of causal attention is exact.
+    # Relative to its values, a block may have the error that is usual in the whole output, even if the eager
+    # reference has less there: the first row of causal attention is exact.
     usual = rms_eager / rms_size if rms_size else 0.0
     least = LEAST * rms_eager
     worsts = (each.worst(factor, usual, least, half_epsilon) for each in blocks)
@@ -202,16 +209,18 @@ def _compare_one(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Sums of squares over the blocks of a piece: of its errors, eager's, the reference, and what is spared."""
+    """Sums of squares over each block of a piece of a tensor."""
 
     start: tuple[int, ...]
+    """Index at which the piece begins."""
     sizes: tuple[int, ...]
-    """Of a block, axis by axis."""
+    """Size of a block along each axis."""
     squares: tuple[Tensor, ...]
+    """The sums for errors, eager's errors, values of the reference, and spared errors if there are any."""
 
     @classmethod
     def of(cls, start: tuple[int, ...], squares: Sequence[Tensor]) -> _Blocks:
-        """Add up squares in blocks of rows, which are halves of halves of the longest axis."""
+        """Add up squares in blocks of rows. Blocks come from halving the longest axis."""
         sizes = list(squares[0].shape)
         first = sizes[:-1] if sizes[-1:] <= [ROW] else sizes
         while math.prod(sizes) > BLOCK and max(first) > 1:
@@ -222,7 +231,7 @@ class _Blocks:
     def worst(
         self, factor: float, usual: float, least: float, half_epsilon: float
     ) -> tuple[float, tuple[int, ...]]:
-        """The largest ratio of an error to its budget, and where that block begins."""
+        """Returns the largest ratio of a block's error to its budget, and the index at which that block begins."""
         error, eager, size, *spared = (squares.sqrt() for squares in self.squares)
         expected = torch.maximum(eager, usual * size).clamp(min=least * math.sqrt(math.prod(self.sizes)))
         budget = UNEVEN * (factor * (2 * expected + half_epsilon * size) + sum(spared))
@@ -240,21 +249,21 @@ def _block_sums(values: Tensor, sizes: Sequence[int]) -> Tensor:
             values = torch.cat((values, values.new_zeros(shape)), dim=axis)
         values = values.unflatten(axis, (-1, size)).sum(axis + 1)
         if 2 * missing > size and values.shape[axis] > 1:
-            # A short rest belongs to the block before: one row alone is a draw of one number a head.
+            # A short rest belongs to the block before: a single row has too few numbers for a stable mean.
             *whole, rest = values.unbind(axis)
             whole[-1] = whole[-1] + rest
             values = torch.stack(whole, axis)
     return values
 
 
-class _Sums(NamedTuple):
-    """What is added up over a piece of a tensor, over the elements where a finite value is expected."""
+class _PieceSums(NamedTuple):
+    """Figures of a piece of a tensor, over the elements whose expected value is finite."""
 
     elements: int = 0
     largest: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Errors, eager's errors, and the reference's values."""
+    """The largest error, error of eager, and value of the reference."""
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """The sums of theirs."""
+    """The sums of squares of errors, eager's errors, and values of the reference."""
     worst: tuple[int, ...] = ()
     problem: str = ""
     blocks: _Blocks | None = None
@@ -262,16 +271,16 @@ class _Sums(NamedTuple):
 
 def _measure(
     output: Tensor, reference: Tensor, eager: Tensor, start: tuple[int, ...], spared: Tensor | None
-) -> _Sums:
-    """Sums over the piece that begins at index ``start``, and over its blocks."""
+) -> _PieceSums:
+    """Returns the figures of the piece that begins at index ``start``, and of its blocks."""
     expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
     wrong_nan = output.isnan() != expected.isnan()
     if bool(wrong_nan.any()):
-        return _Sums(worst=_index(wrong_nan, start), problem="NaN out of place")
+        return _PieceSums(worst=_index(wrong_nan, start), problem="NaN out of place")
     wrong_infinity = (output != expected) & (output.isinf() | expected.isinf())
     if bool(wrong_infinity.any()):
         problem = "an infinity out of place or of the wrong sign"
-        return _Sums(worst=_index(wrong_infinity, start), problem=problem)
+        return _PieceSums(worst=_index(wrong_infinity, start), problem=problem)
 
     finite = expected.isfinite()
     # Where the eager reference itself overflows it sets no budget.
@@ -284,11 +293,11 @@ def _measure(
     squares = [values.square_().sum() for values in (error, eager_error, size)]
     count, *figures = torch.stack([finite.sum().double(), *largest, *squares]).tolist()
     blocks = _Blocks.of(start, (error, eager_error, size, *([] if spared is None else [spared.square()])))
-    return _Sums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=blocks)
+    return _PieceSums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=blocks)
 
 
 def _index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
-    """Index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
+    """Returns the index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
     flat = int((values.int() if values.dtype == torch.bool else values).argmax())
     within = []  # `torch.unravel_index` imports SymPy, which takes seconds
     for size in reversed(values.shape):
@@ -298,9 +307,9 @@ def _index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Boxes of at most ``CHUNK`` elements that cover a shape: where each starts, and its slices.
+    """Yield boxes of at most ``CHUNK`` elements that cover a shape: the index where each starts, and its slices.
 
-    Slicing needs no copy whatever the strides, which flattening would.
+    Unlike flattening, slicing never copies.
     """
     boxes = [tuple((0, size) for size in shape)]
     while boxes:
@@ -322,5 +331,5 @@ def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
 
 
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
-    """One output or several as a tuple."""
+    """Returns one output or several as a tuple."""
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)

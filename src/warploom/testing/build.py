@@ -1,11 +1,11 @@
-"""Compile every kernel variant that the operators' cases need, for GPUs that need not be there.
+"""Compile every kernel variant that the operators' cases launch, for any GPU, without one.
 
 ``python -m warploom.testing.build [OPERATOR ...] --arch 80 89 90`` runs the cases on CPU tensors while
-`warploom.runtime.launch.recording` keeps what would have been compiled, compiles each distinct variant to machine
-code, prints the registers, stack and shared memory that the assembler reports, and exits with 1 when a kernel
-does not compile, compiles to a trap, needs more shared memory than there is, or spills more registers to the stack
-than its operator's ``spills`` allow (by default none). What may spill is known for one version of Triton; with
-others it is printed, and fails nothing.
+`warploom.runtime.launch.recording` records the builds. It compiles each distinct variant to machine code, and
+prints the registers, stack and shared memory that the assembler reports. It exits with 1 if a kernel does not
+compile, compiles to a trap, needs more shared memory than the GPU has, or spills more registers to the stack than
+its operator's ``spills`` allow (by default none). Those are known for one version of Triton; with another, spills
+are printed and fail nothing.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from warploom.ops import benches, operators
 from warploom.ops.spec import Case, Operator
 from warploom.runtime import launch
 from warploom.testing.accuracy import as_tuple
-from warploom.testing.conformance import gradients, leaves, make_inputs
-from warploom.testing.descriptors import disassemble, lost_addresses, said_of
+from warploom.testing.conformance import compute_gradients, find_leaves, make_inputs
+from warploom.testing.descriptors import disassemble, find_lost_addresses, run_tool
 from warploom.testing.specs import load_specs
 
 ARCHITECTURES = launch.SHARED_MEMORY
-"""Those that kernels are built for."""
+"""The compute capabilities, times ten, that kernels are built for."""
 
 SPILLS_ARE_KNOWN = triton.__version__.startswith("3.7.")
-"""Whether operators' ``spills`` are those of this version of Triton."""
+"""True if operators' ``spills`` are those of this version of Triton."""
 
 _TRAP = re.compile(r"\btrap;")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
 
 
 class BuildError(Exception):
-    """A kernel variant does not compile; the text names it and says why."""
+    """A kernel variant that does not compile. The text names it and says why."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel variant takes on one architecture."""
+    """The resources of one compiled kernel variant on one architecture."""
 
     kernel: str
     variant: str
@@ -59,18 +59,18 @@ class Resources:
     registers: int
     """Per thread; 255 at most."""
     stack: int
-    """Bytes per thread in local memory; anything but 0 means registers were spilled."""
+    """Bytes per thread in local memory; more than 0 if registers are spilled."""
     allowed: int
-    """Bytes at most that ``stack`` may be."""
+    """The largest ``stack`` that is allowed."""
     shared: int
     """Bytes of shared memory per program."""
 
 
-def cases(operator: Operator) -> list[Case]:
-    """The check cases of an operator, and the CUDA cases of its benches: of those that differ in length, two.
+def list_cases(operator: Operator) -> list[Case]:
+    """Returns the check cases of an operator, and of its benches' CUDA cases the shortest and longest of each kind.
 
-    A length (or a list of sizes that make it up) compiles nothing new but where it decides how a call is cut: the
-    shortest and the longest stand for all.
+    A length (or a list of sizes that add up to it) compiles nothing new unless it decides how a call is divided, so
+    cases of other lengths launch the same variants.
     """
     ends: dict[str, tuple[Case, Case]] = {}
     for bench in benches().values():
@@ -85,28 +85,30 @@ def cases(operator: Operator) -> list[Case]:
 
 
 def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch.Build]]:
-    """The distinct kernel variants that the cases of operators launch on an architecture, forward and backward.
+    """Record the distinct kernel variants that the cases of operators launch, forward and backward.
 
-    Runs on the CPU and launches nothing. A case that the kernels refuse needs no build. A variant that several
+    Runs on the CPU and launches nothing. A case that the kernels do not support is left out. A variant that several
     operators launch belongs to the first.
     """
     owners: list[Operator] = []
     with launch.recording(arch) as builds:
         for operator in chosen:
-            for case in cases(operator):
+            for case in list_cases(operator):
                 inputs = make_inputs(operator, case, torch.device("cpu"))
                 try:
                     output = operator.function(**inputs, backend="triton")
                 except BackendError:
                     continue
-                if leaves(inputs):
-                    gradients(output, inputs, tuple(map(torch.empty_like, as_tuple(output))))
+                if find_leaves(inputs):
+                    compute_gradients(output, inputs, tuple(map(torch.empty_like, as_tuple(output))))
             owners += [operator] * (len(builds) - len(owners))
     return list(zip(owners, builds.values()))
 
 
-def spread(variants: Sequence[tuple[Operator, launch.Build]], at_most: int) -> list[tuple[Operator, launch.Build]]:
-    """At most so many variants of each kernel of each operator, spread evenly over the order of the cases."""
+def take_evenly(
+    variants: Sequence[tuple[Operator, launch.Build]], at_most: int
+) -> list[tuple[Operator, launch.Build]]:
+    """Returns at most so many variants of each kernel of each operator, evenly spaced in the order of the cases."""
     kernels: dict[tuple[str, str], list[tuple[Operator, launch.Build]]] = {}
     for operator, variant in variants:
         kernels.setdefault((operator.name, variant.function.__name__), []).append((operator, variant))
@@ -117,9 +119,9 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
     """Compile one kernel variant, which may spill ``allowed`` bytes a thread, for one architecture.
 
     Raises:
-        BuildError: It does not compile, or needs more shared memory than the architecture has, or compiles to an
-            instruction that stops the program (Triton's compiler takes some kernels for impossible to reach,
-            without a word), or to products that read from nowhere (`warploom.testing.descriptors`).
+        BuildError: It does not compile, needs more shared memory than the architecture has, compiles to a trap
+            (Triton's compiler can take code for unreachable without a warning), or to products that read from
+            undefined addresses (`warploom.testing.descriptors`).
     """
     name, described = str(variant.function.__name__), _describe(variant)
     where = f"{name} [{described}] for sm_{arch}"
@@ -129,7 +131,7 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
         raise BuildError(f"{where}: {_reason(error)}") from error
     if _TRAP.search(compiled.asm["ptx"]):
         raise BuildError(f"{where}: compiles to a trap")
-    lost = lost_addresses(disassemble(compiled.asm["cubin"])) if "wgmma" in compiled.asm["ptx"] else []
+    lost = find_lost_addresses(disassemble(compiled.asm["cubin"])) if "wgmma" in compiled.asm["ptx"] else []
     if lost:
         raise BuildError(f"{where}: {lost[0]}")
     registers, stack, local = _usage(compiled.asm["cubin"])
@@ -140,7 +142,7 @@ def build(variant: launch.Build, arch: int, allowed: int = 0) -> Resources:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m warploom.testing.build", description=__doc__)
     parser.add_argument("operator", nargs="*", help="e.g. lrpe_rotate; all of them by default")
     spec_help = "a file with OPERATORS of your own, which is run as a program"
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = []
     for arch in options.arch:
         recorded = record(chosen, arch)
-        some = recorded if options.at_most is None else spread(recorded, options.at_most)
+        some = recorded if options.at_most is None else take_evenly(recorded, options.at_most)
         jobs += [
             (variant, arch, operator.spills.get(variant.function.__name__, 0))
             for operator, variant in some[first - 1 :: step]
@@ -191,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """The text of an error, and of what caused it at last."""
+    """Returns the text of an error, and of its first cause."""
     first = cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -199,7 +201,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _describe(variant: launch.Build) -> str:
-    """Types of the pointers (``@16``: aligned for vector access) and values of the constants."""
+    """Returns the types of pointers (``@16`` if aligned for vector access) and the values of constants, as text."""
     pointers = [
         f"{name}={kind}@{launch.ALIGNMENT}" if (index,) in variant.attrs else f"{name}={kind}"
         for index, (name, kind) in enumerate(variant.signature.items())
@@ -210,8 +212,8 @@ def _describe(variant: launch.Build) -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack bytes and local bytes of the one kernel in a cubin."""
-    report = said_of(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    """Returns the registers, stack bytes and local bytes of the one kernel in a cubin."""
+    report = run_tool(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     found = _USAGE.search(report)
     if found is None:
         raise BuildError(f"no resource usage in the report of cuobjdump:\n{report}")

@@ -1,11 +1,13 @@
-"""Whether ``wgmma`` in a compiled kernel reads from addresses in shared memory.
+"""A check that ``wgmma`` in a compiled kernel reads from addresses in shared memory.
 
-The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses some: where a loop stores a tile and multiplies with it, the
-descriptor of the tile is computed from a register that holds something else, or was never written. PTX is right,
-the machine code reads anywhere. A descriptor's lower half is the address in units of 16 bytes, cut to 14 bits, plus
-a number; so back from each instruction there must be such a cut, on every way that leads to it. (Of two loops the
-second's descriptors may be computed from the first's, which is left out where it has nothing to do. Two addresses
-may be cut at a time, in the halves of a register.)
+The assembler of CUDA 12.8 (Triton 3.6 and 3.7) has a fault: if a loop stores a tile and multiplies with it, the
+machine code may compute the tile's matrix descriptor from a register that holds another value, or none. The PTX is
+right, but the product reads from an undefined address.
+
+The lower half of a descriptor is the address in units of 16 bytes, cut to 14 bits, plus a constant. So on every
+path that leads to a ``wgmma``, its descriptor must come from such a cut. (With two loops, the descriptors of the
+second may be computed from those of the first, which is skipped if it has no work. Two addresses may be cut at
+once, in the halves of a register.)
 """
 
 from __future__ import annotations
@@ -36,29 +38,29 @@ class _Instruction(NamedTuple):
     operands: list[str]
     text: str
     always: bool
-    """Whether no predicate stands before it."""
+    """True if the instruction has no predicate."""
 
 
 def disassemble(cubin: bytes) -> str:
-    """The instructions of a compiled kernel."""
-    return said_of(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
+    """Returns the machine instructions of a compiled kernel, as text."""
+    return run_tool(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
 
 
-def said_of(cubin: bytes, *command: str) -> str:
-    """What a tool says of a compiled kernel."""
+def run_tool(cubin: bytes, *command: str) -> str:
+    """Returns the output of a command on a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def lost_addresses(assembly: str) -> list[str]:
-    """The ``wgmma`` instructions that read from no address in shared memory, each with the reason."""
-    code, before = _parsed(assembly)
-    writes = [_written(instruction) for instruction in code]
+def find_lost_addresses(assembly: str) -> list[str]:
+    """Returns the ``wgmma`` instructions that may read from an undefined address, each with the reason."""
+    code, before = _parse(assembly)
+    writes = [_find_written(instruction) for instruction in code]
 
-    def writers(register: str, at: int) -> Iterator[int | None]:
-        """Who wrote a register last before an instruction, on each way there; None if on one of them nobody has."""
+    def find_writers(register: str, at: int) -> Iterator[int | None]:
+        """Yield the last instruction to write a register, on each path to an instruction; None if there is none."""
         seen: set[int] = set()
         ways = list(before[at])
         while ways:
@@ -69,15 +71,15 @@ def lost_addresses(assembly: str) -> list[str]:
                 seen.add(place)
                 ways += before[place]
 
-    def wrong(register: str, at: int, found: dict[tuple[str, int], str]) -> str:
-        """Why a register holds no address before an instruction; empty if it does."""
+    def check_register(register: str, at: int, found: dict[tuple[str, int], str]) -> str:
+        """Returns why a register holds no address before an instruction; empty if it holds one."""
         if (register, at) not in found:
-            found[register, at] = ""  # around a loop: what it holds before the loop says
-            reasons = (wrong_from(register, writer, found) for writer in writers(register, at))
+            found[register, at] = ""  # in a cycle, the value before the loop decides
+            reasons = (check_writer(register, writer, found) for writer in find_writers(register, at))
             found[register, at] = next((reason for reason in reasons if reason), "")
         return found[register, at]
 
-    def wrong_from(register: str, writer: int | None, found: dict[tuple[str, int], str]) -> str:
+    def check_writer(register: str, writer: int | None, found: dict[tuple[str, int], str]) -> str:
         if writer is None:
             return f"{register} is never written"
         name, operands, text, _ = code[writer]
@@ -88,7 +90,7 @@ def lost_addresses(assembly: str) -> list[str]:
         sources = [register for operand in operands[1:] for register in _REGISTER.findall(operand)]
         if not name.startswith(_PASSED_ON) or not sources:
             return f"{register} comes from {text}"
-        reasons = [wrong(source, writer, found) for source in sources]
+        reasons = [check_register(source, writer, found) for source in sources]
         return "" if "" in reasons else reasons[0]
 
     lost = []
@@ -97,15 +99,15 @@ def lost_addresses(assembly: str) -> list[str]:
         if product is None:
             continue
         first = int(product[1])
-        # The first factor's and the second's; the first may lie in registers.
+        # The descriptors of the first factor, unless that is in registers, and of the second.
         lower = [first + 2] if re.match(r"R\d+", operands[1]) else [first, first + 2]
-        reasons = [reason for reason in (wrong(f"UR{number}", at, {}) for number in lower) if reason]
+        reasons = [reason for reason in (check_register(f"UR{number}", at, {}) for number in lower) if reason]
         lost += [f"{text}: {reason}" for reason in reasons[:1]]
     return lost
 
 
-def _parsed(assembly: str) -> tuple[list[_Instruction], list[list[int | None]]]:
-    """The instructions, and for each those that may come just before it; None for where the program begins."""
+def _parse(assembly: str) -> tuple[list[_Instruction], list[list[int | None]]]:
+    """Returns the instructions, and for each those that can run just before it (None for the program's start)."""
     code: list[_Instruction] = []
     labels: dict[str, int] = {}
     for line in assembly.splitlines():
@@ -127,7 +129,7 @@ def _parsed(assembly: str) -> tuple[list[_Instruction], list[list[int | None]]]:
     return code, before
 
 
-def _written(instruction: _Instruction) -> list[str]:
+def _find_written(instruction: _Instruction) -> list[str]:
     name, operands, *_ = instruction
     found = re.match(r"(U?R)(\d+)", operands[0])
     if found is None or name.startswith(_WITHOUT_RESULT):

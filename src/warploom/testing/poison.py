@@ -1,4 +1,4 @@
-"""Memory filled with NaN: what a kernel leaves unwritten or reads out of bounds shows in its result."""
+"""Allocations filled with NaN: a result shows memory that a kernel left unwritten, or should not have read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill what ``torch.empty``, ``empty_like``, ``new_empty`` and ``empty_strided`` return: NaN.
+    """Let ``torch.empty``, ``empty_like``, ``new_empty`` and ``empty_strided`` fill new tensors with NaN.
 
-    This is PyTorch's own mode for uninitialised memory. No dispatch mode is involved, so operators take the
-    same path as in plain eager code. Operations of PyTorch that have a deterministic variant use it here.
+    This is PyTorch's own setting for uninitialised memory, and no dispatch mode: operators take the same path as in
+    plain eager code. Operations of PyTorch use their deterministic variants meanwhile.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic  # a module with properties
     fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
-        # Only the fill is wanted: an operation without a deterministic variant is no concern here.
+        # Operations without a deterministic variant would warn.
         warnings.filterwarnings("ignore", message=".*determinis")
         torch.use_deterministic_algorithms(True, warn_only=True)
         settings.fill_uninitialized_memory = True

@@ -1,6 +1,6 @@
-"""Operators and benches from outside this package, described in a Python file as `spec.py` does inside it.
+"""Operators and benches from outside this package, described in a Python file.
 
-Such a file is a program: it runs with the rights of the user who loads it.
+Such a file is a program. It runs with the rights of the user who loads it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What one file describes."""
+class SpecFile:
+    """A file with its operators and benches."""
 
     path: Path
     operators: tuple[Operator, ...]
     benches: tuple[Bench, ...]
 
 
-def load_specs(paths: Iterable[Path]) -> list[Spec]:
-    """Run files that describe operators, and make these known to bench, check, report and compare.
+def load_specs(paths: Iterable[Path]) -> list[SpecFile]:
+    """Run files that describe operators, and register these for bench, check, report and compare.
 
     Args:
         paths: Python files with ``OPERATORS`` (a sequence of `Operator`), ``BENCHES`` (of `Bench`) or both; a
@@ -43,16 +43,16 @@ def load_specs(paths: Iterable[Path]) -> list[Spec]:
             any other finds its neighbours as a script does.
 
     Returns:
-        What each describes.
+        The operators and benches of each file.
 
     Raises:
-        ArgumentError: No such file, it fails or describes nothing, or it takes a name that warploom has.
+        ArgumentError: There is no such file, it fails, it describes nothing, or it uses a name of warploom's.
     """
     files = (sorted(path.glob("[!_]*.py")) or [path] if path.is_dir() else [path] for path in paths)
     return [_load(file) for several in files for file in several]
 
 
-def _load(path: Path) -> Spec:
+def _load(path: Path) -> SpecFile:
     path = Path(os.path.realpath(path))
     if not path.is_file():
         raise ArgumentError(f"--spec {path}: no such file")
@@ -60,27 +60,27 @@ def _load(path: Path) -> Spec:
         module = _run(path)
     except (Exception, SystemExit) as error:
         raise ArgumentError(f"--spec {path}: {_reason(error, path)}") from error
-    operators, benches = _held(module, "OPERATORS", Operator), _held(module, "BENCHES", Bench)
+    operators, benches = _read_items(module, "OPERATORS", Operator), _read_items(module, "BENCHES", Bench)
     if operators is None or benches is None:
         raise ArgumentError(f"--spec {path}: OPERATORS must hold Operator, BENCHES Bench (warploom.bench)")
     if not operators and not benches:
         raise ArgumentError(f"--spec {path}: defines neither OPERATORS nor BENCHES")
     run = f"warploom bench --spec {shlex.quote(os.path.relpath(path))}"
     owned = (replace(bench, command=f"{run} {bench.name}") for bench in benches)
-    spec = Spec(path, operators, tuple(owned))
+    spec = SpecFile(path, operators, tuple(owned))
     register(spec.operators, spec.benches)
     return spec
 
 
-def _held(module: ModuleType, name: str, kind: type[T]) -> tuple[T, ...] | None:
-    """What a module holds under a name; none where that is something else."""
+def _read_items(module: ModuleType, name: str, kind: type[T]) -> tuple[T, ...] | None:
+    """Returns the items of a module's attribute; None if one is of another kind."""
     items = getattr(module, name, ())
     found = tuple(items) if isinstance(items, Iterable) else (items,)
     return found if all(isinstance(item, kind) for item in found) else None
 
 
 def _reason(error: BaseException, path: Path) -> str:
-    """Why a file failed, and in which of its lines, as one line."""
+    """Returns why a file failed, and in which of its lines, as one line of text."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{words} (line {lines[-1]})" if lines else words

@@ -1,4 +1,4 @@
-"""Several processes for what one would compile kernel by kernel: checking cases, or compiling before measuring."""
+"""Worker processes, to check cases or compile kernels in parallel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 
-def workers(processes: int, specs: Sequence[Path]) -> ProcessPoolExecutor:
-    """So many processes, each of which knows the operators that files describe (see `warploom.testing.specs`)."""
+def start_workers(processes: int, specs: Sequence[Path]) -> ProcessPoolExecutor:
+    """Start worker processes that know the operators that files describe (see `warploom.testing.specs`)."""
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (specs,))
 
 
 def _start(specs: Sequence[Path]) -> None:
-    # There are processes enough: PyTorch's compiler would begin one for each core in each of them.
+    # By default PyTorch's compiler would start a process for each core in every worker.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from warploom.testing.specs import load_specs
 
