@@ -115,7 +115,7 @@ def test_failures_are_rows_and_leave_the_others_their_times(tmp_path: Path, mode
     }
     assert found["broken"].reason == "ValueError: two lines of trouble"
     assert found["impossible"].reason == "needs a quantum computer"
-    assert "max error" in str(found["wrong"].reason)
+    assert "largest error" in str(found["wrong"].reason)
     assert found["wrong"].max_error is not None
     for name in ("wrong", "impossible", "broken", "hungry"):
         assert found[name].ms is None
@@ -266,7 +266,7 @@ def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypat
     earlier = replace(by_provider(outcome)["torch"], run="of another day")
     records.append(tmp_path, [earlier])
     again = run(two, tmp_path, Selection(modes=["fwd"]), resume=True)
-    assert measured == [("toy-scale fwd dtype=float32 shape=(4, 4) n=64", ("torch",))]  # the wrong one has no time
+    assert measured == [("toy-scale fwd dtype=float32 shape=[4,4] n=64", ("torch",))]  # the wrong one has no time
     assert by_provider(again)["torch"].run == by_provider(again)[LIMIT].run
     measured.clear()
 
@@ -289,7 +289,7 @@ def test_a_time_limit_stops_between_cases_and_says_what_is_left(tmp_path: Path) 
     outcome = run(toy.make_bench(), tmp_path, time_limit=0.0)
     assert outcome.records == []
     assert len(outcome.left) == 4
-    assert outcome.left[0] == "toy-scale fwd dtype=float32 shape=(4, 4) n=64"
+    assert outcome.left[0] == "toy-scale fwd dtype=float32 shape=[4,4] n=64"
     assert "time limit of 0 s" in outcome.reason
     assert not run(toy.make_bench(), tmp_path, resume=True).left
 
@@ -390,11 +390,12 @@ def test_selection_keeps_what_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        (Selection(suite="slow"), "no suite 'slow' here; there are: quick"),
+        (Selection(suite="slow"), "no suite 'slow'; there are: quick"),
         (Selection(modes=["sideways"]), "no mode 'sideways'"),
-        (Selection(providers=["cuda"]), "no provider 'cuda' here; there are: torch, limit"),
-        (Selection(case={"m": [1]}), "no case parameter 'm' here; there are: dtype, shape, n"),
-        (Selection(case={"n": [1]}), "no case of suite quick on cpu fits"),
+        (Selection(providers=["cuda"]), "no provider 'cuda'; there are: torch, limit"),
+        (Selection(case={"m": [1]}), "no case parameter 'm'; there are: dtype, shape, n"),
+        (Selection(case={"n": [1]}), "no value of n '1'; there are: 64, 256"),
+        (Selection(case={"n": [64], "shape": [[4, 4]]}, modes=[]), "no case of suite quick on cpu fits"),
     ],
 )
 def test_a_selection_that_fits_nothing_says_what_there_is(selection: Selection, message: str) -> None:

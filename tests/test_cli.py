@@ -120,7 +120,7 @@ def test_bench_fails_when_our_own_provider_is_wrong(
     words = ["bench", "--device", "cpu", "--no-report"]
     register(monkeypatch, toy.make_bench(torch=toy.wrong))
     assert main(words) == 1
-    assert "incorrect: torch at n = 64: max error" in capsys.readouterr().out
+    assert "incorrect: torch at n = 64: wrong in" in capsys.readouterr().out
     register(monkeypatch, toy.make_bench(torch=toy.broken))
     assert main(words) == 1
     register(monkeypatch, toy.make_bench(other=toy.wrong, torch=lambda case: toy.reference))
@@ -132,8 +132,8 @@ def test_bench_fails_when_our_own_provider_is_wrong(
     [
         ("bench nothing", "warploom: no bench 'nothing'; there are: toy-scale"),
         ("bench --case n", "warploom: --case n: expected KEY=VALUE, e.g. --case n=4096"),
-        ("bench --case m=1", "warploom: bench: no case parameter 'm' here; there are: dtype, shape, n"),
-        ("bench --suite slow", "warploom: bench: no suite 'slow' here; there are: quick"),
+        ("bench --case m=1", "warploom: bench: no case parameter 'm'; there are: dtype, shape, n"),
+        ("bench --suite slow", "warploom: bench: no suite 'slow'; there are: quick"),
         ("check nothing", "warploom: no operator 'nothing'; there are: toy"),
     ],
 )
@@ -217,12 +217,14 @@ def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> No
 
 def test_the_list_shows_what_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    assert capsys.readouterr().out.startswith("toy-scale: Toy\n  suites quick; modes fwd, bwd\n")
+    assert capsys.readouterr().out.startswith(
+        "toy-scale: Toy\n  suites (cases on a GPU) quick (2); modes fwd, bwd\n"
+    )
     assert main(["list", "toy_scale"]) == 0
     out = capsys.readouterr().out
     assert "providers: torch\n" in out
     assert "suite quick: 2 cases on a GPU, 2 on a CPU" in out
-    assert "n = 64 256" in out
+    assert "    n: 64 256\n" in out
 
 
 def test_records_of_results_are_of_a_clean_commit(

@@ -242,7 +242,7 @@ def test_cases_run_in_other_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*shlex.split(again)[1:], "--device", "cpu", "--no-report", "--output", "there"]) == 0
     assert {r.case["dtype"] for r in records.load([Path("there")])} == {"bfloat16"}
     assert main([*words, "--dtype", "int4"]) == 2
-    assert "no dtype 'int4' here; there are: bfloat16" in capsys.readouterr().err
+    assert "no dtype 'int4'; there are: bfloat16" in capsys.readouterr().err
     bare = replace(toy.make_bench(), suites={"quick": lambda device: [{"n": 1}]})
     with pytest.raises(ArgumentError, match="no dtype to replace"):
         runner.plan([bare], Selection(dtypes=["float16"]), "cpu")
@@ -254,7 +254,7 @@ def test_replays_are_planned_only_when_asked_for_and_only_on_a_gpu(capsys: pytes
     (unit, _) = runner.plan([bench], Selection(modes=["fwd_graph"]), "cuda")
     assert (unit.mode, unit.work, unit.replayed) == ("fwd_graph", "fwd", True)
     assert main(["bench", "--spec", SPEC, "--device", "cpu", "--cuda-graph"]) == 2
-    assert "no mode 'fwd_graph' here; there are: fwd, bwd" in capsys.readouterr().err
+    assert "no mode 'fwd_graph'; there are: fwd, bwd" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType
 
     from torch import Tensor
@@ -87,6 +88,17 @@ def warn(category: type[Warning], message: str) -> None:
 def fault(error: type[WarploomError], function: str, argument: str, expected: str, got: object) -> WarploomError:
     """Returns an error with the text ``function: argument must be EXPECTED; got GOT``."""
     return error(f"{function}: {argument} must be {expected}; got {got}")
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Returns the words for a name that is none of those known, with the nearest of them first."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    shown = name if len(name) <= 80 else f"{name[:79]}…"
+    return f"no {what} {shown!r};{hint} there are: {', '.join(names) or 'none'}"
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
+from warploom.bench.records import LIMIT, Record, as_option, is_stale, load, load_environments, own_provider
 from warploom.errors import ArgumentError
 from warploom.ops import benches
 
@@ -250,6 +250,6 @@ def case_words(pairs: Sequence[Pair]) -> list[str]:
         for name, value in pair.case.items():
             values.setdefault(pair.operator, {}).setdefault(name, set()).add(json.dumps(value))
     return [
-        " ".join(f"{name}={spell(v)}" for name, v in pair.case.items() if len(values[pair.operator][name]) > 1)
+        " ".join(f"{name}={as_option(v)}" for name, v in pair.case.items() if len(values[pair.operator][name]) > 1)
         for pair in pairs
     ]

@@ -23,7 +23,7 @@ from warploom.bench.measure import (
     release_memory,
     time_interleaved,
 )
-from warploom.bench.records import LIMIT, Record
+from warploom.bench.records import LIMIT, Record, as_option
 from warploom.ops.spec import QUICK, Bench, Case, Inputs, Outputs, Unsupported
 from warploom.testing.accuracy import Accuracy, as_tuple, compare
 from warploom.testing.conformance import SEED, find_leaves, make_inputs, upcast
@@ -71,7 +71,7 @@ class Unit:
         return [replace(self, bench=part) for part in (bench, *others)]
 
     def __str__(self) -> str:
-        parameters = " ".join(f"{name}={value}" for name, value in self.case.items())
+        parameters = " ".join(f"{name}={as_option(value)}" for name, value in self.case.items())
         return f"{self.bench.name} {self.mode} {parameters}"
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rich import progress
 
 
+BESIDE = 12 + 2 * 4 + 1 + 8 + 4
+"""Columns that bar, count and time left take beside the name of a case."""
+
+
 class Progress:
     """Is told of every unit of a run, in order."""
 
@@ -22,16 +26,29 @@ class Progress:
 
     def begin(self, label: str) -> None:
         """A unit is about to be measured."""
-        self.bar.update(self.task, description=label)
+        self.bar.update(self.task, description=shorten(label, self.bar.console.width - BESIDE))
 
     def end(self, label: str, records: Sequence[Record]) -> None:
         """A unit is finished; without records, because there was nothing to do."""
         self.bar.advance(self.task)
-        if records and self.bar.disable:
-            shown = [record for record in records if record.status != "unsupported"]
-            results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in shown)
-            task = self.bar.tasks[0]
-            print(f"[{task.completed:g}/{task.total:g}] {label}: {results}", file=self.stream, flush=True)
+        if not records:
+            return
+        shown = [record for record in records if record.status != "unsupported"]
+        results = ", ".join(f"{r.provider} {r.status if r.ms is None else f'{r.ms:.4g} ms'}" for r in shown)
+        task = self.bar.tasks[0]
+        place = f"[{task.completed:g}/{task.total:g}]"
+        if self.bar.disable:
+            print(f"{place} {label}: {results}", file=self.stream, flush=True)
+            return
+        room = self.bar.console.width - len(place) - 3
+        results = results if len(results) <= room // 2 else f"{results[: room // 2 - 1]}…"
+        line = f"{place} {shorten(label, room - len(results))}: {results}"
+        self.bar.console.print(line, markup=False, highlight=False, no_wrap=True)
+
+
+def shorten(text: str, most: int) -> str:
+    """Returns a text that is too long without its middle."""
+    return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[len(text) - most // 2 :]}"
 
 
 @contextmanager
@@ -41,7 +58,7 @@ def show_progress(total: int, stream: TextIO | None = None) -> Iterator[Progress
     from rich.console import Console
 
     columns = (
-        progress.BarColumn(bar_width=24),
+        progress.BarColumn(bar_width=12),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.description}"),

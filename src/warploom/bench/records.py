@@ -97,6 +97,16 @@ def spell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def as_option(value: Any) -> str:
+    """Write a parameter's value as ``--case`` takes it: JSON, and a text that is none as it is."""
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, separators=(",", ":"))
+
+
 def append(folder: Path, records: Iterable[Record]) -> None:
     """Add records to ``records.jsonl`` of a folder, each a whole line; see `append_lines`."""
     known = ({name: value for name, value in asdict(r).items() if value is not None} for r in records)

@@ -28,10 +28,10 @@ from warploom.bench.progress import show_progress
 from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
 from warploom.bench.sensors import WatchedClock, make_reader
 from warploom.bench.storage import probe
-from warploom.errors import ArgumentError, WarploomError
+from warploom.errors import ArgumentError, WarploomError, unknown
 from warploom.ops.spec import KERNELS, Bench, Case
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32")
 Prepare = Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], AbstractContextManager[Ahead]]
 
 
@@ -46,7 +46,7 @@ class Selection:
     case: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """For a parameter of the cases, the values that are wanted."""
     dtypes: Sequence[str] | None = None
-    """Run the cases in these dtypes (``bfloat16``, ``float16``, ``float32``, ``float64``), not in their own."""
+    """Run the cases in these dtypes (``bfloat16``, ``float16``, ``float32``), not in their own."""
 
 
 @dataclass
@@ -76,6 +76,9 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
     """
     _check_known("suite", [selection.suite], (suite for bench in benches for suite in bench.suites))
     _check_known("mode", selection.modes or (), (mode for bench in benches for mode in _modes(bench, device_type)))
+    if "float64" in (selection.dtypes or ()):
+        what = "float64 is what results are compared with, and allowed errors are those of rounding a lower dtype"
+        raise ArgumentError(f"bench: no dtype 'float64': {what}; there are: {', '.join(DTYPES)}")
     _check_known("dtype", selection.dtypes or (), DTYPES)
     providers = (provider for bench in benches for provider in (*bench.every_provider, LIMIT))
     _check_known("provider", selection.providers or (), providers)
@@ -86,6 +89,11 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
         for case in _cases(bench, selection, device_type)
     ]
     _check_known("case parameter", selection.case, (name for _, case in cases for name in case))
+    for name, values in selection.case.items():
+        known = [_as_json(case[name]) for _, case in cases if name in case]
+        spelt = [value if isinstance(value, str) else json.dumps(value) for value in known]
+        wanted = [value if isinstance(value, str) else json.dumps(value) for value in values if value not in known]
+        _check_known(f"value of {name}", wanted if len(wanted) == len(values) else (), spelt)
     units = [
         Unit(bench, selection.suite, case, mode)
         for bench, case in cases
@@ -123,7 +131,7 @@ def _check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None
     names = list(dict.fromkeys(known))
     for name in wanted:
         if name not in names:
-            raise ArgumentError(f"bench: no {what} {name!r} here; there are: {', '.join(names) or 'none'}")
+            raise ArgumentError(f"bench: {unknown(what, name, names)}")
 
 
 def _as_json(value: Any) -> Any:

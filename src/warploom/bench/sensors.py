@@ -5,7 +5,9 @@ They come from NVML (the package ``nvidia-ml-py``), or from ``nvidia-smi``, whic
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ SLOWDOWNS = {
 """NVML's reasons for lower clocks that make a time doubtful."""
 POWER_CAP = 0x04
 """Its reason for lower clocks under heavy arithmetic. That is how the chip works, and part of the result."""
+BUSY = 10
+"""Percent of a GPU's time or memory from which somebody else uses it."""
 CLOCK_RANGE = 1.1
 """How far apart the lowest and the highest clock of a case may be."""
 
@@ -95,6 +99,21 @@ class WatchedClock:
         if not found:
             return None
         return f"{', '.join(found)}, at {max(seen.celsius for seen in self.samples)} °C"
+
+
+def others_here(device: torch.device) -> str:
+    """Returns what else uses this machine now, in words; empty where nothing does, or nobody knows."""
+    found = []
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
+    if load > cores / 2:
+        found.append(f"a load of {load:.1f} on {cores} cores")
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        with contextlib.suppress(ValueError):  # a GPU that does not say
+            used, held, whole = map(float, nvidia_smi(uuid, "utilization.gpu,memory.used,memory.total"))
+            found += [f"the GPU at {used:.0f} %"] if used >= BUSY else []
+            found += [f"{held / 1024:.1f} GiB of its memory taken"] if 100 * held >= BUSY * whole else []
+    return ", ".join(found)
 
 
 def make_reader(device: torch.device) -> Reader | None:

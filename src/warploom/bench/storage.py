@@ -147,11 +147,11 @@ def load_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
         try:
             records.append(parse(_from_json(line)))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            bad.append(f"{path}:{number}: not a {what} of this version: {str(error)[:_LONGEST_REASON]}")
+            bad.append(f"{path}:line {number}: {str(error)[:_LONGEST_REASON]}")
     if bad and not records:
-        raise WarploomError(bad[0])
+        raise WarploomError(f"{path}: no file of {what}s, or of another version: {bad[0].removeprefix(f'{path}:')}")
     if bad:
-        _log.warning("%d of %d lines are left out, the first: %s", len(bad), len(lines), bad[0])
+        _log.warning("%d of %d lines are left out, as of another version: %s", len(bad), len(lines), bad[0])
     return records
 
 

@@ -15,12 +15,21 @@ import traceback
 from collections.abc import Sequence
 
 from warploom.cli import bench, check, compare, env, listing, profile, report
-from warploom.errors import WarploomError
+from warploom.errors import ArgumentError, WarploomError, unknown
 from warploom.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (bench, check, compare, profile, report, listing, env)
+COMMANDS = {
+    "bench": bench,
+    "check": check,
+    "compare": compare,
+    "profile": profile,
+    "report": report,
+    "list": listing,
+    "env": env,
+}
+NAMES = (*COMMANDS, "help", "version")
 STATUSES = """exit status:
   0    done
   1    something is wrong, failed, or slower than --fail-above allows;
@@ -29,6 +38,10 @@ STATUSES = """exit status:
        package or device
   3    warploom itself failed, and shows where
   130  interrupted; what was measured is kept
+  141  what its output was for has ended, as with `| head`
+"""
+COMPLETION = """shell completion, written by the package shtab:
+  shtab --shell bash warploom.cli.make_parser > ~/.local/share/bash-completion/completions/warploom
 """
 
 
@@ -44,12 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks ends nothing
-    options = _parser().parse_args(arguments)
     try:
-        status: int = options.command(options)
-        sys.stdout.flush()
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words and not words[0].startswith("-") and words[0] not in NAMES:
+            raise ArgumentError(unknown("command", words[0], NAMES))
+        try:
+            options = make_parser().parse_args(words)
+            status: int = options.command(options)
+        finally:  # where --help ends the process too
+            sys.stdout.flush()
     except WarploomError as error:
         return _refuse(str(error))
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + 13  # as of a program that SIGPIPE ends
     except OSError as error:
         _drop_output()
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror or error}")
@@ -80,15 +101,33 @@ def _drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line, of which ``shtab`` makes completions for a shell."""
     parser = argparse.ArgumentParser(
         prog="warploom",
         description="Check and measure warploom's operators.",
-        epilog=STATUSES,
+        epilog=f"{STATUSES}\n{COMPLETION}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"warploom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    for command in COMMANDS.values():
         command.add_parser(commands)
+    helped = commands.add_parser("help", help="show the help of a command")
+    helped.add_argument("of", nargs="?", metavar="COMMAND")
+    helped.set_defaults(command=_help)
+    commands.add_parser("version", help="show the version").set_defaults(command=_version)
     return parser
+
+
+def _help(options: argparse.Namespace) -> int:
+    if options.of not in (None, *NAMES):
+        raise ArgumentError(unknown("command", options.of, NAMES))
+    with contextlib.suppress(SystemExit):
+        make_parser().parse_args([*([options.of] if options.of else []), "--help"])
+    return 0
+
+
+def _version(options: argparse.Namespace) -> int:
+    print(f"warploom {__version__}")
+    return 0

@@ -20,10 +20,13 @@ from warploom.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
+    from warploom.bench.evaluate import Unit
     from warploom.ops.spec import Bench
 
 LOG = "bench.log"
 """What compilers and libraries print, beside the records."""
+SECONDS = {"cuda": {True: 0.8, False: 4.0}, "cpu": {True: 2.0, False: 10.0}}
+"""Seconds of a case in one mode, by device and whether its suite is brief: means of whole suites."""
 EXAMPLES = """examples:
   warploom bench                                  the quick suite of every operator
   warploom bench lrpe-rotate --suite published    one bench, the published cases
@@ -57,12 +60,13 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.bench.compile_first import compile_first
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import plan, run
+    from warploom.bench.sensors import others_here
     from warploom.report import terminal
 
     device = the_device(options.device)
     graphs = [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
     chosen, selection = select(options, graphs if options.cuda_graph else options.mode)
-    plan(chosen, selection, device.type)
+    units = plan(chosen, selection, device.type)
     output = options.output or Path("runs") / f"{slug(device)}-{options.suite}"
     _check_commit(output, device)
     check_folder(output, RECORDS, says="--output names another folder")
@@ -80,6 +84,9 @@ def _bench(options: argparse.Namespace) -> int:
     prepare = functools.partial(compile_first, device=device, specs=options.spec)
     limits: dict[str, Any] = {"resume": options.resume, "time_limit": options.time_limit}
     log = output / LOG
+    print(_how_long(units, device.type), flush=True)
+    if others := others_here(device):
+        print(f"warploom: this machine is busy ({others}): times may be too long", file=sys.stderr)
     with quiet(log) as shown:
         outcome = run(chosen, selection, device, output, prepare=prepare, terminal=shown, **limits)
 
@@ -102,6 +109,14 @@ def _bench(options: argparse.Namespace) -> int:
 
         print(f"report: {write_report([output], output / 'report.html')}")
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
+
+
+def _how_long(units: Sequence[Unit], device_type: str) -> str:
+    """Returns how many cases there are, and roughly how long they take where all kernels have to be compiled."""
+    seconds = sum(SECONDS[device_type][unit.is_brief] for unit in units)
+    time = f"{-(-seconds // 60):.0f} min" if seconds > 90 else f"{-(-seconds // 10) * 10:.0f} s"
+    cases = "1 case" if len(units) == 1 else f"{len(units)} cases"
+    return f"{cases} (each mode counts as one): about {time}"
 
 
 def _more(chosen: Sequence[Bench], suite: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warploom.errors import ArgumentError, DeviceError
+from warploom.errors import ArgumentError, DeviceError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -134,16 +134,6 @@ def the_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def spell(value: Any) -> str:
-    """Returns a case's value as ``--case`` takes it: JSON, or a text as it is unless that is JSON too."""
-    if isinstance(value, str):
-        try:
-            json.loads(value)
-        except ValueError:
-            return value
-    return json.dumps(value, separators=(",", ":"))
-
-
 def slug(device: torch.device) -> str:
     """The device as part of a folder's name: ``nvidia-h200``."""
     import torch
@@ -155,7 +145,7 @@ def slug(device: torch.device) -> str:
 def pick(names: Sequence[str], known: Mapping[str, Any], what: str, separator: str) -> list[str]:
     """The names asked for, all of them if none; dashes and underscores are the same here."""
     picked = [name.replace("-", separator).replace("_", separator) for name in names]
-    for name, typed in zip(picked, names):
+    for name in picked:
         if name not in known:
-            raise ArgumentError(f"no {what} {typed!r}; there are: {', '.join(known)}")
+            raise ArgumentError(unknown(what, name, known))
     return picked or list(known)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warploom.cli.common import Commands, add_selection, select, slug, spell, the_device, width
+from warploom.cli.common import Commands, add_selection, select, slug, the_device, width
 from warploom.cli.quiet import quiet
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def add_parser(commands: Commands) -> None:
 
 def _profile(options: argparse.Namespace) -> int:
     from warploom.bench import traces
+    from warploom.bench.progress import shorten
+    from warploom.bench.records import as_option
     from warploom.bench.storage import probe
     from warploom.report.table import Table, text
 
@@ -61,13 +63,13 @@ def _profile(options: argparse.Namespace) -> int:
         again = ["profile", unit.bench.name, *(f"--spec={spec}" for spec in options.spec)]
         again += ["--suite", unit.suite, "--mode", unit.mode, "--device", device.type]
         again += [f"--dtype={','.join(selection.dtypes)}"] if selection.dtypes else []
-        again += [f"--case={name}={spell(value)}" for name, value in unit.case.items()]
+        again += [f"--case={name}={as_option(value)}" for name, value in unit.case.items()]
         written = traces.ncu(unit, providers, again, output)
     elif options.kind == "memory":
         lines = traces.memory(unit, providers, device, output)
-        written = list(lines)
+        written, room = list(lines), width() - 30
         for path, found in lines.items():
-            rows = [[_cut(place), str(count), f"{mib:.1f}"] for place, count, mib in found[:MOST_ROWS]]
+            rows = [[shorten(place, room), str(count), f"{mib:.1f}"] for place, count, mib in found[:MOST_ROWS]]
             tables.append(Table.of(["line that allocates", "times", "MiB"], rows, title=path.stem))
     else:
         with quiet(output / "profile.log"):
@@ -83,6 +85,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _tables(trace: Trace, device_type: str) -> list[Table]:
     """Returns the kernels of a timeline that took the time, and its parts if it has any."""
+    from warploom.bench.progress import shorten
     from warploom.report.table import Table
 
     total = sum(ms for _, ms in trace.kernels.values())
@@ -91,7 +94,10 @@ def _tables(trace: Trace, device_type: str) -> list[Table]:
     if rest := entries[len(shown) :]:
         calls, ms = (sum(values) for values in zip(*(value for _, value in rest)))
         shown.append((f"{len(rest)} others", (calls, ms)))
-    rows = [[_cut(name), f"{calls:.0f}", f"{ms:.4f}", f"{ms / (total or 1):.0%}"] for name, (calls, ms) in shown]
+    rows = [
+        [shorten(name, width() - 30), f"{calls:.0f}", f"{ms:.4f}", f"{ms / (total or 1):.0%}"]
+        for name, (calls, ms) in shown
+    ]
     what = "kernel" if device_type == "cuda" else "operator of PyTorch"
     title = f"{trace.provider}: {total:.4g} ms a call; allocates {trace.peak_mib:.1f} MiB at most"
     tables = [Table.of([what, "times", "ms", "share"], rows, title=title)]
@@ -101,9 +107,3 @@ def _tables(trace: Trace, device_type: str) -> list[Table]:
         title = f"{trace.provider}: parts"
         tables.append(Table.of(["phase", "part", "ms"], cells, title=title, notes=notes, words=2))
     return tables
-
-
-def _cut(name: str) -> str:
-    """Returns a name without its middle where its line would not fit: kernels of libraries have long ones."""
-    most = width() - 30
-    return name if len(name) <= most else f"{name[: most - 16]}…{name[-15:]}"

@@ -17,7 +17,16 @@ from typing import Any
 
 from warploom.bench.comparison import Pair
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_stale, load, load_environments, own_provider, spell
+from warploom.bench.records import (
+    LIMIT,
+    Record,
+    as_option,
+    is_stale,
+    load,
+    load_environments,
+    own_provider,
+    spell,
+)
 from warploom.ops import benches
 from warploom.ops.spec import KERNELS, Bench
 from warploom.report.labels import MODES, sort_xs
@@ -190,7 +199,7 @@ class Section:
             by_themselves = {case.get("dtype") for kind in ("cuda", "cpu") for case in bench.suites[suite](kind)}
             words += [] if dtype in by_themselves else ["--dtype", dtype]
         for name, value in panel.parameters.items():
-            words += ["--case", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+            words += ["--case", f"{name}={as_option(value)}"]
         return shlex.join([*words, "--mode", mode])
 
 

@@ -83,7 +83,7 @@ def text(tables: Sequence[Table], width: int = 80) -> str:
 def _columns(table: Table, width: int) -> list[list[int]]:
     """Columns in groups that fit, each with the words at the beginning of the rows."""
     lengths = [
-        max([*map(len, _folded(head).split("\n")), *(len(shown(row[i])) for row in table.rows)]) + 2
+        max(map(len, "\n".join([_folded(head), *(shown(row[i]) for row in table.rows)]).split("\n"))) + 2
         for i, head in enumerate(table.heads)
     ]
     first = list(range(table.words))

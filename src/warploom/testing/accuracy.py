@@ -89,11 +89,18 @@ class Accuracy:
         where = f"output {self.output} at {self.worst}"
         if self.problem:
             return f"{self.problem} ({where})" if self.worst else self.problem
-        block = f", {self.block_ratio:.2f} of that in the block at {self.block}" if self.block_ratio > 1 else ""
-        return (
-            f"max error {self.max_error:.3e} of {self.error_budget:.3e} allowed ({where}), "
-            f"rms error {self.rms_error:.3e} of {self.rms_budget:.3e} allowed{block}"
-        )
+        errors = {"largest": (self.max_error, self.error_budget), "rms": (self.rms_error, self.rms_budget)}
+        over = [
+            f"{name} error {error:.2e}, {error / budget if budget else math.inf:.3g} times the {budget:.2e} allowed"
+            for name, (error, budget) in errors.items()
+            if error > budget
+        ]
+        if self.block_ratio > 1:
+            over.append(f"rms error in the block at {self.block} {self.block_ratio:.3g} times what it may be")
+        if not over:
+            return f"right: largest error {self.max_error:.2e} of {self.error_budget:.2e} allowed ({where})"
+        allowed = "allowed: twice the error of the definition in this dtype, plus rounding"
+        return f"wrong in {where}: {'; '.join(over)} ({allowed})"
 
 
 def compare(output: Tensors, reference: Tensors, eager: Tensors, factor: float = 1.0) -> Accuracy:
