@@ -11,22 +11,20 @@ import torch
 
 from random_cases.choices import Choices
 
-__all__ = ["KINDS", "STRONG", "Array", "Memory", "Placed", "dense", "draw_memory", "place", "seed_of"]
+__all__ = ["KINDS", "Array", "Memory", "Placed", "draw_memory", "place"]
 
 Tensor = torch.Tensor
 
 KINDS = ("dense", "unaligned", "permuted", "sliced", "stepped", "expanded", "negated", "mixed")
 """Kinds of memory, the simplest first."""
-STRONG = (5.0, 30.0, 60.0, 90.0, 104.0, 1e4)
-"""Sizes of logarithms of decays, from weak ones to those whose power is 0."""
-_EDGES = (1, 2, 3, 4, 5, 7, 8, 16)
-_STEPS = (2, 3)
+_STRONG = (5.0, 30.0, 60.0, 90.0, 104.0, 1e4)
+"""Logarithms of decays, from weak ones to those whose power is 0."""
 _GAPS = (1, 2, 3, 4, 5, 7, 8)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the elements of a tensor lie."""
+    """The places of a tensor's elements."""
 
     strides: tuple[int, ...]
     """In elements; 0 for an axis that is expanded."""
@@ -35,10 +33,7 @@ class Memory:
     size: int
     """Elements of the storage."""
     negated: bool = False
-    """Whether the storage holds the numbers with the other sign, and PyTorch negates them lazily.
-
-    The storage is then one of complex numbers, of which the tensor is the imaginary part.
-    """
+    """True if the tensor is the imaginary part of conjugated complex numbers, which PyTorch negates lazily."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,9 @@ class Array:
     dtype: str
     memory: Memory
     values: str = "normal"
-    """``normal``; ``frequencies`` (geometric, from 1 downwards), ``uniform`` (from -1 to 1) or ``zeros``;
-    ``decays``, frequencies of which some are as strong as any; ``integers`` between bounds; or ``numbers`` as they
-    are."""
+    """``normal``; ``frequencies`` (geometric, from 1 downwards); ``uniform`` from -1 to 1; ``even`` from 0.05 to 1;
+    ``zeros``; ``decays``, frequencies of which some are as strong as any, or ``infinite``; ``integers`` between
+    bounds; or ``numbers``."""
     scale: float = 1.0
     """Of floating numbers."""
     numbers: tuple[int, ...] = ()
@@ -59,60 +54,53 @@ class Array:
     ends: tuple[int, ...] = ()
     """For a cache, how many rows of each batch entry hold numbers; NaN lies behind."""
     row_of_nan: bool = False
-    """Whether one row in the middle, of batch entry and token, holds a NaN."""
+    """True if one row in the middle, of batch entry and token, holds a NaN."""
     grad: bool = False
+
+    @property
+    def is_floating(self) -> bool:
+        """True unless it holds integers."""
+        return "float" in self.dtype
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape, with one element on each expanded axis."""
-        expanded = [size > 1 and stride == 0 for size, stride in zip(self.shape, self.memory.strides)]
-        return tuple(1 if is_expanded else size for size, is_expanded in zip(self.shape, expanded))
+        return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.memory.strides))
 
     def draw(self, seed: int, name: str) -> Tensor:
-        """The numbers, in `stored_shape`, on the CPU; the same on every machine."""
-        generator = torch.Generator().manual_seed(seed_of(seed, name))
+        """Returns the numbers, in `stored_shape`, on the CPU; the same on every machine."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         shape, dtype = self.stored_shape, getattr(torch, self.dtype)
-        match self.values:
-            case "numbers":
-                return torch.tensor(self.numbers, dtype=dtype).reshape(shape)
-            case "integers":
-                low, high = self.numbers
-                return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
-            case "zeros":
-                return torch.zeros(shape, dtype=dtype)
-            case "frequencies" | "decays":
-                numbers = draw_frequencies(shape, generator)
-                if self.values == "decays":
-                    numbers = draw_decays(numbers, dtype, self.scale, generator)
-            case "uniform":
-                numbers = torch.rand(shape, generator=generator) * 2 - 1
-            case _:
-                numbers = torch.randn(shape, generator=generator)
-        return self._spoilt((numbers * self.scale).to(dtype))
+        if self.values == "numbers":
+            return torch.tensor(self.numbers, dtype=dtype).reshape(shape)
+        if self.values == "integers":
+            return torch.randint(self.numbers[0], self.numbers[1] + 1, shape, generator=generator).to(dtype)
+        draw = torch.randn if self.values == "normal" else torch.rand
+        numbers = draw(shape, generator=generator)
+        if self.values == "zeros":
+            numbers = torch.zeros(shape)
+        elif self.values == "uniform":
+            numbers = numbers * 2 - 1
+        elif self.values == "even":
+            numbers = 0.05 + 0.95 * numbers
+        elif self.values != "normal":
+            numbers = 10000.0 ** (-torch.arange(shape[-1]) / max(shape[-1], 1)) * (1 + 0.1 * numbers)
+        numbers = numbers * self.scale
+        if self.values in ("decays", "infinite"):
+            most = math.inf if self.values == "infinite" else min(torch.finfo(dtype).max, 3e38) / 8
+            strong = torch.tensor([*_STRONG, most])[torch.randint(7, shape, generator=generator)]
+            numbers = torch.where(torch.rand(shape, generator=generator) < 0.1, -strong, numbers)
+        return self._spoil(numbers.to(dtype))
 
-    def _spoilt(self, numbers: Tensor) -> Tensor:
+    def _spoil(self, numbers: Tensor) -> Tensor:
         if self.ends and numbers.shape[1] == self.shape[1]:
             ends = torch.tensor(self.ends)
             if numbers.shape[0] != len(ends):  # one for all entries
                 ends = ends.amax(0, keepdim=True)
-            behind = torch.arange(self.shape[1]) >= ends[:, None]
-            numbers[behind] = math.nan
+            numbers[torch.arange(self.shape[1]) >= ends[:, None]] = math.nan
         if self.row_of_nan and numbers.numel():
             numbers[numbers.shape[0] // 2, numbers.shape[1] // 2].view(-1)[-1:] = math.nan
         return numbers
-
-
-def draw_frequencies(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Returns frequencies that fall geometrically from about 1."""
-    geometric = 10000.0 ** (-torch.arange(shape[-1]) / max(shape[-1], 1))
-    return geometric * (1 + 0.1 * torch.rand(shape, generator=generator))
-
-
-def draw_decays(weak: Tensor, dtype: torch.dtype, scale: float, generator: torch.Generator) -> Tensor:
-    """Returns decays, of which one in ten is as strong as any of a dtype, and the others are given."""
-    strong = torch.tensor([*STRONG, min(torch.finfo(dtype).max, 3e38) / 8]) / abs(scale)
-    strong = strong[torch.randint(len(strong), weak.shape, generator=generator)]
-    return torch.where(torch.rand(weak.shape, generator=generator) < 0.1, strong, weak)
 
 
 @dataclass(frozen=True)
@@ -129,27 +117,20 @@ class Placed:
     """A copy of the storage as it was."""
 
     def changed(self) -> Tensor:
-        """Whether anything in the storage has been written to, as a tensor of one element."""
+        """Returns, as a tensor of one element, if anything in the storage has been written to."""
         integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.storage.element_size()]
         return (self.storage.view(integer) != self.before.view(integer)).any()
 
 
-def seed_of(seed: int, name: str) -> int:
-    """The seed of one tensor's numbers, from that of a call and the tensor's name."""
-    return zlib.crc32(f"{seed} {name}".encode())
-
-
-def place(array: Array, name: str, seed: int, device: torch.device) -> Placed:
-    """The tensor of an array, with numbers drawn from a seed."""
+def place(array: Array, name: str, seed: int, device: torch.device | str) -> Placed:
+    """Returns the tensor of an array, with numbers drawn from a seed."""
     numbers, memory = array.draw(seed, name).to(device), array.memory
-    filler = math.nan if numbers.is_floating_point() else torch.iinfo(numbers.dtype).min
-    width = 2 if memory.negated else 1
-    storage = torch.full((memory.size * width,), filler, dtype=numbers.dtype, device=device)
-    if memory.negated:
-        cells = torch.view_as_complex(storage.view(-1, 2))
-        view = torch.conj(cells.as_strided(array.stored_shape, memory.strides, memory.offset)).imag
-    else:
-        view = storage.as_strided(array.stored_shape, memory.strides, memory.offset)
+    filler = math.nan if array.is_floating else torch.iinfo(numbers.dtype).min
+    size = memory.size * (2 if memory.negated else 1)
+    storage = torch.full((size,), filler, dtype=numbers.dtype, device=device)
+    cells = torch.view_as_complex(storage.view(-1, 2)) if memory.negated else storage
+    view = cells.as_strided(array.stored_shape, memory.strides, memory.offset)
+    view = torch.conj(view).imag if memory.negated else view
     view.copy_(numbers)
     dense = numbers.expand(array.shape).clone(memory_format=torch.contiguous_format)
     tensor = view.expand(array.shape)
@@ -161,74 +142,58 @@ def draw_memory(
     name: str,
     shape: Sequence[int],
     dtype: str,
-    fixed: Sequence[int] = (),
+    apart: Sequence[int],
     kinds: Sequence[str] = KINDS,
 ) -> Memory:
-    """Memory for a tensor of a shape.
+    """Returns memory for a tensor of a shape.
+
+    Floating numbers are expanded only where ``choices`` have ``numbers`` that may be equal.
 
     Args:
         choices: Whence the choices come.
         name: What the tensor is called; so do its choices begin.
         shape: Its sizes.
         dtype: Its dtype's name.
-        fixed: Axes along which its numbers differ, so that none of them is expanded.
+        apart: Axes that are not expanded.
         kinds: Those to choose from.
     """
-    complex_ = dtype in ("float16", "float32", "float64")  # no complex numbers are made of others
-    kinds = [kind for kind in kinds if complex_ or kind != "negated"]
-    # Kernels are compiled for alignment, and for whether strides are multiples of a vector.
+    left_out = {"negated"} if dtype not in ("float16", "float32", "float64") else set()  # no complex numbers
+    if "float" in dtype and choices.answers.get("numbers") == "usual":
+        left_out.add("expanded")
+    elif choices.answers.get("numbers") == "equal":
+        kinds = (*kinds, *("expanded",) * (4 * ("expanded" in kinds)))
+    kinds = [kind for kind in kinds if kind not in left_out]
+    # Kernels are compiled for alignment, and for strides that are multiples of a vector.
     kind = choices.choice(f"{name}.memory", kinds, compiled=2 if choices.settles(f"{name}.memories", 0.3) else 1)
-    dims, mixed = len(shape), kind == "mixed"
-    order, before, after, steps = list(range(dims)), [0] * dims, [0] * dims, [1] * dims
-    edge, expanded = 0, set[int]()
-    negated = kind == "negated" or (
-        mixed and complex_ and "negated" in kinds and choices.flag(f"{name}.negated", 0.2, compiled=1)
-    )
-    if kind in ("unaligned", "negated") or (mixed and choices.flag(f"{name}.edge?", compiled=1)):
-        edge = choices.number(f"{name}.edge", _EDGES, 0, 64, compiled=1)
-    if dims > 1 and (kind == "permuted" or (mixed and choices.flag(f"{name}.order?", compiled=1))):
-        left = list(range(dims))
-        order = []
-        for place_ in range(dims - 1):  # rotations of what is left: zero is the order of the axes
-            order.append(
-                left.pop(choices.number(f"{name}.order{place_}", range(dims), 0, len(left) - 1, compiled=1))
-            )
-        order += left
-    if kind == "sliced" or mixed:
+
+    def number(what: str, options: Sequence[int], low: int, high: int) -> int:
+        return choices.number(f"{name}.{what}", options, low, high, compiled=1)
+
+    def flag(what: str, share: float) -> bool:
+        return choices.flag(f"{name}.{what}", share, compiled=1)
+
+    def has(feature: str, share: float = 0.5) -> bool:
+        return kind == feature or (kind == "mixed" and feature in kinds and flag(f"{feature}?", share))
+
+    dims = len(shape)
+    order, before, after, steps, expanded = list(range(dims)), [0] * dims, [0] * dims, [1] * dims, [False] * dims
+    negated = has("negated", 0.2)
+    edge = number("edge", (1, 2, 3, 4, 5, 7, 8, 16), 0, 64) if negated or has("unaligned") else 0
+    if dims > 1 and has("permuted"):
+        left = order
+        order = [left.pop(number(f"order{i}", range(dims), 0, dims - 1 - i)) for i in range(dims)]
+    if has("sliced"):
         for axis in range(dims):
-            if choices.flag(f"{name}.slice{axis}", 0.4, compiled=1):
-                before[axis] = choices.number(f"{name}.before{axis}", (0, *_GAPS), 0, 64, compiled=1)
-                after[axis] = choices.number(f"{name}.after{axis}", (0, *_GAPS), 0, 64, compiled=1)
-    if dims and (kind == "stepped" or (mixed and choices.flag(f"{name}.step?", compiled=1))):
-        axis = choices.number(f"{name}.stepped", range(dims), 0, dims - 1, compiled=1)
-        steps[axis] = choices.number(f"{name}.step", _STEPS, 1, 16, compiled=1)
-    if kind == "expanded" or (mixed and choices.flag(f"{name}.expand?", compiled=1)):
-        for axis in (axis for axis in range(dims) if axis not in fixed):
-            if choices.flag(f"{name}.expand{axis}", 0.4, compiled=1):
-                expanded.add(axis)
-    return _memory(shape, order, before, after, steps, edge, expanded, negated)
-
-
-def _memory(
-    shape: Sequence[int],
-    order: Sequence[int],
-    before: Sequence[int],
-    after: Sequence[int],
-    steps: Sequence[int],
-    edge: int,
-    expanded: set[int],
-    negated: bool,
-) -> Memory:
-    strides, offset, span = [0] * len(shape), edge, 1
+            if flag(f"slice{axis}", 0.4):
+                before[axis] = number(f"before{axis}", (0, *_GAPS), 0, 64)
+                after[axis] = number(f"after{axis}", (0, *_GAPS), 0, 64)
+    if dims and has("stepped"):
+        steps[number("stepped", range(dims), 0, dims - 1)] = number("step", (2, 3), 1, 16)
+    if has("expanded"):
+        expanded = [n > 1 and i not in apart and flag(f"expand{i}", 0.5) for i, n in enumerate(shape)]
+    strides, offset, span = [0] * dims, edge, 1
     for axis in reversed(order):  # the fastest in memory first
-        size = 1 if axis in expanded else shape[axis]
-        strides[axis] = span * steps[axis] if axis not in expanded or shape[axis] == 1 else 0
+        strides[axis] = 0 if expanded[axis] else span * steps[axis]
         offset += span * before[axis]
-        span *= before[axis] + max(size * steps[axis], 1) + after[axis]
+        span *= before[axis] + max((1 if expanded[axis] else shape[axis]) * steps[axis], 1) + after[axis]
     return Memory(tuple(strides), offset, edge + span + 1, negated)
-
-
-def dense(shape: Sequence[int]) -> Memory:
-    """Memory of a tensor without gaps, its last axis the fastest."""
-    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
-    return Memory(tuple(strides), 0, math.prod(shape))

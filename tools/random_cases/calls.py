@@ -1,12 +1,12 @@
-"""Valid calls of the public functions: which choices each is made of.
+"""Valid calls of the public functions: the choices that each is made of.
 
-Every function here asks for choices by name and makes a `Call` of them, which is valid whatever the answers.
+Every operator has a function here that asks for choices by name; the call made of them is valid, whatever they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from random_cases.choices import Choices
 
 __all__ = ["OPERATORS", "Call", "make_call"]
 
+_Shape = tuple[int, ...]
+
 DTYPES = ("float32", "float16", "bfloat16")
-NUMBERS = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
-"""Dtypes of what has one of its own: frequencies, decays, states."""
+OWN_DTYPES = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
+"""Of what has a dtype of its own: frequencies, decays, states."""
 TILES = (16, 32, 64, 128)
 SIZES = tuple(sorted({1, 2, 3, 4, 5, 7, 11, 13, 29, 67, 97, 191, 257, *(t + d for t in TILES for d in (-1, 0, 1))}))
 """Of sequences: small, prime, and about the sizes of tiles."""
-_GROUPS = (1, 1, 1, 2, 3, 4, 8)
-"""Query heads to a head of keys."""
 LONG = (300, 511, 513, 1023, 1025, 2049, 4099)
 FEATURES = (
     1, 2, 3, 5, 8, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 64, 65, 80, 96, 127, 128, 128, 129, 192, 255, 256,
@@ -33,10 +33,22 @@ PRODUCTS = {False: (2**16, 2**17, 2**18, 2**23), True: (2**12,)}
 """Most products of a query and a key, over all batch entries and heads."""
 MOST_PRODUCTS = 2**25
 """The same where there are as many queries as keys: the definition holds some twenty matrices of float64."""
-_FIRST = {"lrpe_rotate": 2, "lrpe_cosine": 2, "flash_attention": 3, "linear_attention": 3, "rotary_attention": 2}
+POSITIONAL = {
+    "lrpe_rotate": 2,
+    "lrpe_cosine": 2,
+    "flash_attention": 3,
+    "linear_attention": 3,
+    "rotary_attention": 2,
+}
 """How many arguments may be given without a name, of those that have not six."""
+DEGENERATE = (1.0, 1.0, 1.0, 0.0, 1e-30, 1e-6, 1e-3, 30.0, 1e4)
+"""Sizes of tensors in a degenerate call."""
 FARTHEST = 2**24
 """Positions up to which angles are exact; see the guide of LRPE."""
+INTEGERS = {"int64": FARTHEST, "int32": FARTHEST, "int16": 2**15 - 1, "int8": 127, "uint8": 255}
+"""Dtypes of positions, and the largest of each."""
+PAGES = 90
+"""Pages of keys at the most; batch entries share them where they have more."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class Call:
     """Tensors, by argument."""
     options: dict[str, Any]
     """Other arguments. One that is left out is not here."""
-    outputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[_Shape, ...]
     """Shapes of the results."""
     seed: int
     """Of all numbers."""
@@ -57,9 +69,11 @@ class Call:
     positional: int = 0
     """How many arguments are given without a name."""
     recorded: bool = True
-    """Whether gradients are being recorded."""
+    """True if gradients are being recorded."""
     matmul_precision: str = "highest"
     """PyTorch's setting for products of float32 matrices."""
+    numbers: str = "usual"
+    """``usual``; ``equal`` if floating tensors may be expanded; or ``degenerate`` if they may be huge or tiny."""
     record: dict[str, Any] = field(default_factory=dict, compare=False)
     """The choices that made it, those apart that are the simplest."""
     answers: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -72,429 +86,411 @@ class Call:
         """The dtype of the first tensor."""
         return next(iter(self.arrays.values())).dtype
 
+    @property
+    def wanted(self) -> list[str]:
+        """The tensors that want a gradient."""
+        return [name for name, array in self.arrays.items() if array.grad]
+
+    @property
+    def lacks_aq(self) -> bool:
+        """True for tensor-product attention of whole queries, where ``aq=None`` must be given."""
+        return self.operator.startswith("tpa") and "aq" not in self.arrays
+
+    @property
+    def has_equal_numbers(self) -> bool:
+        """True if a floating tensor is expanded."""
+        arrays = (*self.arrays.values(), *(array for array in self.gradients if array is not None))
+        return any(array.stored_shape != array.shape and array.is_floating for array in arrays)
+
+    def name_of(self, index: int) -> str:
+        """Returns what a result is called: an output, or the gradient of an argument."""
+        outputs = ("output", "state" if self.operator == "linear_attention" else "lse")[: len(self.outputs)]
+        return outputs[index] if index < len(outputs) else f"gradient of {self.wanted[index - len(outputs)]}"
+
 
 def make_call(operator: str, choices: Choices) -> Call:
-    """A call of an operator, made of choices."""
-    recorded = not choices.flag("no_grad", 0.1)
-    call = _MAKERS[operator](choices)
-    positional = choices.number("positional", (0, 0, 0, 2, 3, 6), 0, _FIRST.get(operator, 6))
-    call = replace(call, operator=operator, positional=positional, seed=_seed(choices))
-    call = replace(call, recorded=recorded)
-    wanted = recorded and any(array.grad for array in call.arrays.values())
-    if wanted:
-        call = replace(call, gradients=_gradients(choices, call))
-    return replace(call, record=choices.record, answers=choices.answers, varied=choices.options)
-
-
-def _seed(choices: Choices) -> int:
-    return choices.number("seed", range(1000), 0, 10**9)
-
-
-def _gradients(choices: Choices, call: Call) -> tuple[Array | None, ...]:
-    """Incoming gradients: of any memory, and not of every result."""
-    found: list[Array | None] = []
-    for index, shape in enumerate(call.outputs):
-        name = f"gradient{index or ''}"
-        first = index == 0
-        if len(call.outputs) > 1 and choices.flag(f"{name}.none", 0.25) and (not first or len(call.outputs) > 1):
-            found.append(None)
-            continue
-        dtype = call.dtype if first or call.dtype == "float64" else "float32"
-        found.append(Array(shape, dtype, draw_memory(choices, name, shape, dtype)))
-    if not any(found):
-        shape = call.outputs[0]
-        found[0] = Array(shape, call.dtype, draw_memory(choices, "gradient", shape, call.dtype))
-    return tuple(found)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# What calls of several operators have
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _dtype(choices: Choices) -> str:
-    return choices.choice("dtype", DTYPES * 8 + ("float64",), compiled=1)
-
-
-def _backend(choices: Choices, beyond: bool) -> str:
-    """Which backend; the kernels are asked for by name where they can run the call."""
-    options = ("torch", "auto") if beyond else ("triton",) * 6 + ("auto",) * 3 + ("torch",)
-    return choices.choice("backend", options)
-
-
-def _batch(choices: Choices) -> int:
-    sizes = (0, *(1, 1, 2, 3) * 3) if choices.small else (0, 33, 128, *(1, 2, 3, 4, 5, 7) * 4)
-    return choices.number("B", sizes, 0, 512, 1)
-
-
-def _elements(choices: Choices) -> int:
-    return choices.room("elements", ELEMENTS[choices.small])
-
-
-def _products(choices: Choices) -> int:
-    return choices.room("products", PRODUCTS[choices.small])
-
-
-def _square(batch: int, heads: int) -> int:
-    """The most queries that there may be as many keys of."""
-    return math.isqrt(MOST_PRODUCTS // max(batch * heads, 1))
-
-
-def _length(choices: Choices, name: str, most: int) -> int:
-    """A length, so that a tensor or a product has at most so many elements."""
-    if choices.small:
-        sizes = (0, *[n for n in SIZES if n < 20] * 2, *[n for n in SIZES if 20 < n < 70])
-    else:
-        sizes = (0, *SIZES * 4, *LONG)
-    return choices.number(name, sizes if choices.seed is None else _within(sizes, most), 0, 2**17, 1)
-
-
-def _within(sizes: Sequence[int], most: int) -> Sequence[int]:
-    return [size for size in sizes if size <= most] or [1]
-
-
-def _heads(choices: Choices, name: str, most: int = 16, least: int = 0) -> int:
-    sizes = (1, 2, 3) if choices.small else (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-    return choices.number(name, (0, *[s for s in sizes if s <= most] * 4), least, 64, 1, compiled=2)
-
-
-def _features(choices: Choices, name: str, most: int) -> int:
-    sizes = [size for size in FEATURES if size <= (min(most, 40) if choices.small else most)]
-    return choices.number(name, sizes, 1, most, 1, compiled=1)
-
-
-def _array(
-    choices: Choices, name: str, shape: tuple[int, ...], dtype: str, grad: bool = False, **values: Any
-) -> Array:
-    return Array(shape, dtype, draw_memory(choices, name, shape, dtype), grad=grad, **values)
-
-
-def _grad(choices: Choices, name: str, share: float = 0.75) -> bool:
-    return choices.flag(f"{name}.grad", share, compiled=2)
-
-
-def _numbers(choices: Choices, name: str, shape: tuple[int, ...], constant: bool, **values: Any) -> Array:
-    """A tensor with a dtype of its own, that may want a gradient unless it is constant."""
-    dtype = choices.choice(f"{name}.dtype", NUMBERS, compiled=1)
-    return _array(choices, name, shape, dtype, not constant and _grad(choices, name, 0.5), **values)
-
-
-def _integers(choices: Choices, name: str, numbers: Sequence[int], dtypes: Sequence[str]) -> Array:
-    """A vector of integers, of any memory but expanded."""
-    dtype = choices.choice(f"{name}.dtype", dtypes, compiled=2)
-    kinds = ("dense", "dense", "unaligned", "sliced", "stepped")
-    memory = draw_memory(choices, name, (len(numbers),), dtype, kinds=kinds)
-    return Array((len(numbers),), dtype, memory, "numbers", numbers=tuple(numbers))
-
-
-def _cuts(choices: Choices, name: str, count: int, length: int) -> list[int]:
-    """Bounds of packed sequences, some of which are empty; there may be rows behind the last."""
-    end = length - choices.number(f"{name}.tail", (0, 0, 0, 0, 1, 5, 70), 0, length)
-    inner = [choices.number(f"{name}.cut{i}", range(end + 1), 0, end) for i in range(count - 1)]
-    return [0, *sorted(inner), end]
-
-
-def _spoilt_behind(choices: Choices, arrays: dict[str, Array], spoilt: Mapping[str, list[int]]) -> dict[str, Array]:
-    """Arrays (1, N, …) with rows of NaN behind the last of their packed sequences, whose bounds come by name."""
-    given = {name: cuts for name, cuts in spoilt.items() if cuts[-1] < arrays[name].shape[1]}
-    if not given or not choices.flag("nan_in_tail", 0.7):
-        return {}
-    return {name: replace(arrays[name], ends=(cuts[-1],)) for name, cuts in given.items()}
-
-
-def _sequences(choices: Choices) -> int:
-    return choices.number("sequences", (1, 2, 3, 4, 5, 9), 1, 100, 1)
-
-
-def _used_keys(
-    choices: Choices, name: str, batch: int, keys: int, arrays: dict[str, Array], spoilt: Sequence[str]
-) -> dict[str, Array]:
-    """How many keys of each batch entry are used, and ``spoilt`` of the arrays, which may be NaN behind them."""
-    shares = [choices.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
-    near = [choices.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
-    ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
-    found = {name: _integers(choices, name, ends, ("int64", "int32"))}
-    if arrays and batch and choices.flag("nan_behind", 0.7):
-        found |= {other: replace(arrays[other], ends=tuple(ends)) for other in spoilt}
-    return found
-
-
-def _scale(choices: Choices, name: str) -> dict[str, float]:
-    """A factor, or nothing: the default."""
-    value = choices.choice(name, (None, None, None, 0.3, 1.0, 0.125, -0.25, 0.0, 1, 0.7071067811865476))
-    return {} if value is None else {name: value}
-
-
-# ----------------------------------------------------------------------------------------------------------
-# LRPE
-# ----------------------------------------------------------------------------------------------------------
-
-_ACTIVATIONS = ("none", "none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence", "softmax_sequence")
-_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
-_HIGHEST = {"int64": FARTHEST, "int32": FARTHEST, "int16": 2**15 - 1, "int8": 127, "uint8": 255}
-
-
-def _lrpe(choices: Choices, paired: bool) -> Call:
-    dtype = _dtype(choices)
-    single = choices.flag("three_dimensions", 0.15, compiled=2)
-    heads = 1 if single else _heads(choices, "H")
-    angles = _features(choices, "angles", 4096 if choices.seed is None else 128)
-    if not choices.small and choices.flag("wide", 0.05, compiled=1):
-        angles = choices.number("wide.angles", (257, 512, 1000, 1024, 4096), 1, 5000, 1, compiled=1)
-    features = 2 * angles if paired else angles
-    where = choices.choice(
-        "positions",
-        ("offset", "offset", "offset", "offset tensor", "position_ids", "cu_seqlens", "grid"),
-        compiled=2,
+    """Returns a call of an operator, made of choices."""
+    draft = _Draft(choices)
+    _MAKERS[operator](draft)
+    positional = choices.number("positional", (0, 0, 0, 2, 3, 6), 0, POSITIONAL.get(operator, 6))
+    seed = choices.number("seed", range(1000), 0, 10**9)
+    precision = draft.options.pop("matmul_precision", "highest")
+    call = Call(
+        operator, draft.arrays, draft.options, tuple(draft.outputs), seed, (), positional, draft.recorded, precision
     )
-    batch = 1 if where == "cu_seqlens" else _batch(choices)
-    most = _elements(choices) // max(batch * heads * features, 1)
-    prefix = 0 if where == "position_ids" else choices.number("prefix", (0, 0, 0, 1, 2, 5, 17), 0, 64, compiled=2)
-    options: dict[str, Any] = {"activation": choices.choice("activation", _ACTIVATIONS, compiled=1)}
+    if draft.recorded and call.wanted:
+        call = replace(call, gradients=draft.gradients())
+    return replace(
+        call, numbers=draft.numbers, record=choices.record, answers=choices.answers, varied=choices.options
+    )
+
+
+class _Draft:
+    """The arguments of a call while they are drawn, with what several operators have."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices, self.small, self.limited = choices, choices.small, choices.seed is not None
+        self.choice, self.number, self.flag = choices.choice, choices.number, choices.flag
+        self.numbers = choices.choice("numbers", ("usual",) * 17 + ("equal", "equal", "degenerate"))
+        self.arrays: dict[str, Array] = {}
+        self.options: dict[str, Any] = {}
+        self.outputs: list[_Shape] = []
+        self.constant = self.numbers == "equal" and choices.flag("equal.anywhere")
+        """True if no tensor may want a gradient."""
+        self.recorded = not choices.flag("no_grad", 0.1)
+        self.dtype = "float32"
+
+    def draw_dtype(self, *more: str) -> None:
+        """Draw the dtype of the call."""
+        self.dtype = self.choice("dtype", DTYPES * 8 + more, compiled=1)
+
+    def optional(self, name: str, values: Sequence[Any], compiled: int | None = None) -> Any:
+        """Draw an option, which is left out if it is None or False; returns it."""
+        value = self.choice(name, values, compiled=compiled)
+        if value is not None and value is not False:
+            self.options[name] = value
+        return value
+
+    def switch(self, name: str, share: float = 0.5, compiled: int = 1) -> bool:
+        """Draw an option that is on or left out; returns it."""
+        if self.flag(name, share, compiled=compiled):
+            self.options[name] = True
+        return name in self.options
+
+    def scale(self, name: str) -> float | None:
+        """Draw a factor, which is left out for the default; returns it."""
+        value = self.optional(name, (None, None, None, 0.3, 1.0, 0.125, -0.25, 0.0, 1, 0.7071067811865476))
+        return None if value is None else float(value)
+
+    def backend(self, beyond: bool) -> None:
+        """Draw the backend; the kernels are asked for by name where they can run the call."""
+        beyond = beyond or self.dtype == "float64"
+        options = ("torch", "auto") if beyond else ("triton",) * 6 + ("auto",) * 3 + ("torch",)
+        self.options["backend"] = self.choice("backend", options)
+
+    def batch(self) -> int:
+        """Draw how many batch entries there are."""
+        sizes = (0, *(1, 1, 2, 3) * 3) if self.small else (0, 33, 128, *(1, 2, 3, 4, 5, 7) * 4)
+        return self.number("B", sizes, 0, 512, 1)
+
+    def room(self, name: str, limits: dict[bool, tuple[int, ...]], used: int) -> int:
+        """Returns how often a number of elements or products fits into a limit."""
+        return self.choices.room(name, limits[self.small]) // max(used, 1)
+
+    def elements(self, used: int) -> int:
+        """Returns how many rows of so many elements a tensor may have."""
+        return self.room("elements", ELEMENTS, used)
+
+    def length(self, name: str, most: int) -> int:
+        """Draw a length, so that a tensor or a product has at most so many elements."""
+        if self.small:
+            sizes = (0, *[n for n in SIZES if n < 20] * 2, *[n for n in SIZES if 20 < n < 70])
+        else:
+            sizes = (0, *SIZES * 4, *LONG)
+        return self.number(name, self.within(sizes, most), 0, 2**17, 1)
+
+    def within(self, sizes: Sequence[int], most: int) -> Sequence[int]:
+        """Returns the sizes up to a bound, all of them where nothing is drawn."""
+        return [size for size in sizes if size <= most] or [1] if self.limited else sizes
+
+    def lengths(self, batch: int, heads: int, elements: int, packed: bool | None, alike: float) -> tuple[int, int]:
+        """Draw numbers of queries and keys; where one side alone is ``packed`` there are as many, else often."""
+        room, square = self.elements(elements), math.isqrt(MOST_PRODUCTS // max(batch * heads, 1))
+        tokens = self.length("N", min(room, square) if packed else room)
+        if packed or (tokens <= square and self.flag("M=N", alike)):
+            return tokens, tokens
+        return tokens, self.length("M", min(room, self.room("products", PRODUCTS, batch * heads * tokens)))
+
+    def heads(self, name: str, most: int = 16, least: int = 0) -> int:
+        """Draw how many heads there are."""
+        sizes = (1, 2, 3) if self.small else (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+        return self.number(name, (0, *[s for s in sizes if s <= most] * 4), least, 64, 1, compiled=2)
+
+    def groups(self) -> int:
+        """Draw how many heads of queries share one of keys."""
+        return self.number("group", (1, 1, 1, 2, 3, 4, 8)[: 5 if self.small else None], 1, 32, 1, compiled=2)
+
+    def features(self, name: str, most: int) -> int:
+        """Draw a number of features."""
+        sizes = [size for size in FEATURES if size <= (min(most, 40) if self.small else most)]
+        return self.number(name, sizes, 1, most, 1, compiled=1)
+
+    def values(self, features: int, share: float, most: int) -> int:
+        """Draw how many features a value has."""
+        return features if self.flag("E=D", share, compiled=1) else self.features("E", most)
+
+    def row_of_nan(self, name: str) -> bool:
+        """Draw if a tensor has a row of NaN, where gradients would be NaN."""
+        nan = self.flag(f"{name}.nan", 0.05)
+        self.constant = self.constant or nan
+        return nan
+
+    def logit_size(self, std: float, factors: int) -> float:
+        """Returns the size of the factors of a logit, whose standard deviation ``std`` is one at the most then."""
+        return float(f"{min(1.0, max(abs(std), 1e-9) ** (-1 / factors)):.2g}")
+
+    def new_array(self, name: str, shape: _Shape, dtype: str, scale: float = 1.0, **more: Any) -> Array:
+        """Returns a tensor, which may be huge or tiny in a degenerate call."""
+        if self.numbers == "degenerate" and "float" in dtype:
+            scale *= min(self.choice(f"{name}.size", DEGENERATE), 30.0 if dtype == "float16" else math.inf)
+        # Tokens or features that are equal let terms of a gradient cancel; batch entries and heads do not.
+        free = self.constant or self.numbers != "equal" or name.startswith("gradient") or "float" not in dtype
+        memory = draw_memory(self.choices, name, shape, dtype, () if free else (1, len(shape) - 1))
+        return Array(shape, dtype, memory, scale=scale, **more)
+
+    def array(self, name: str, shape: _Shape, dtype: str | None = None, grad: float = 0.75, **more: Any) -> None:
+        """Draw a tensor, which wants a gradient in so many calls."""
+        wanted = not self.constant and grad > 0 and self.flag(f"{name}.grad", grad, compiled=2)
+        self.arrays[name] = self.new_array(name, shape, dtype or self.dtype, grad=wanted, **more)
+
+    def own_array(self, name: str, shape: _Shape, dtypes: Sequence[str] = OWN_DTYPES, **more: Any) -> None:
+        """Draw a tensor with a dtype of its own."""
+        self.array(name, shape, self.choice(f"{name}.dtype", dtypes, compiled=1), 0.5, **more)
+
+    def positions(self, name: str, shape: _Shape, reach: int, sign: str) -> None:
+        """Draw a tensor of positions, some of which may be negative if ``sign`` is chosen."""
+        dtype = self.choice(f"{name}.dtype", tuple(INTEGERS), compiled=1)
+        high = min(reach, INTEGERS[dtype])
+        low = -high if dtype != "uint8" and self.flag(sign, 0.3) else 0
+        self.array(name, shape, dtype, 0.0, values="integers", numbers=(low, high))
+
+    def integers(self, name: str, numbers: Sequence[int]) -> None:
+        """Draw a vector of these integers, of any memory but expanded."""
+        dtype = self.choice(f"{name}.dtype", ("int32", "int64"), compiled=2)
+        kinds = ("dense", "dense", "unaligned", "sliced", "stepped")
+        memory = draw_memory(self.choices, name, (len(numbers),), dtype, (), kinds)
+        self.arrays[name] = Array((len(numbers),), dtype, memory, "numbers", numbers=tuple(numbers))
+
+    def packed(self, name: str, length: int, holders: Sequence[str]) -> int:
+        """Draw bounds of packed sequences, some of which are empty; returns how many there are.
+
+        There may be rows behind the last, which may be NaN in those that hold the sequences.
+        """
+        count = self.number("sequences", (1, 2, 3, 4, 5, 9), 1, 100, 1)
+        end = length - self.number(f"{name}.tail", (0, 0, 0, 0, 1, 5, 70), 0, length)
+        inner = [self.number(f"{name}.cut{i}", range(end + 1), 0, end) for i in range(count - 1)]
+        self.integers(name, [0, *sorted(inner), end])
+        if holders and end < length and self.flag("nan_in_tail", 0.7):
+            self.spoil(holders, (end,))
+        return count
+
+    def spoil(self, names: Sequence[str], ends: _Shape) -> None:
+        """Let rows be NaN from ``ends`` on."""
+        self.arrays |= {name: replace(self.arrays[name], ends=ends) for name in names if name in self.arrays}
+
+    def used_keys(self, name: str, batch: int, keys: int, spoilt: Sequence[str]) -> None:
+        """Draw how many keys of each batch entry are used; behind them there may be NaN."""
+        shares = [self.number(f"length{b}", range(9), 0, 8, 8) for b in range(batch)]
+        near = [self.number(f"length{b}.less", (0, 0, 1, 2), 0, 4) for b in range(batch)]
+        ends = [max(share * keys // 8 - less, 0) for share, less in zip(shares, near)]
+        self.integers(name, ends)
+        if spoilt and batch and self.flag("nan_behind", 0.7):
+            self.spoil(spoilt, tuple(ends))
+
+    def gradients(self) -> tuple[Array | None, ...]:
+        """Returns incoming gradients: of any memory, and not of every result."""
+        found: list[Array | None] = []
+        for index, shape in enumerate(self.outputs):
+            name = f"gradient{index or ''}"
+            none = len(self.outputs) > 1 and self.flag(f"{name}.none", 0.25)
+            dtype = self.dtype if index == 0 or self.dtype == "float64" else "float32"
+            found.append(None if none else self.new_array(name, shape, dtype))
+        if not any(found):
+            found[0] = self.new_array("gradient", self.outputs[0], self.dtype)
+        return tuple(found)
+
+    def theta(self, heads: int, most: int) -> None:
+        """Draw frequencies, up to so many."""
+        rows = self.choice("theta.rows", ("vector", "shared", "per head", "per head"), compiled=1)
+        kind = self.choice("theta.length", ("full", "full", "one", "some"), compiled=1)
+        length = {"full": most, "one": 1}.get(kind) or self.number(
+            "theta.E", range(1, most + 1), 1, most, 1, compiled=1
+        )
+        shape = {"vector": (length,), "shared": (1, length), "per head": (heads, length)}[rows]
+        kinds = ["frequencies", "frequencies", "frequencies", "uniform"]
+        kinds += ["zeros", "zeros"] * (self.numbers == "degenerate")
+        self.own_array("theta", shape, values=self.choice("theta.values", kinds))
+
+    def places(self, where: str, batch: int, tokens: int, axes: int = 1) -> int:
+        """Draw where tokens stand, at positions of up to so many axes; returns how many sequences there are."""
+        reach = self.choice("reach", (20, 20, 1000, 1_000_003, FARTHEST))
+        if where == "position_ids":
+            axes = min(self.number("position_ids.axes", (0, 1, 1, 1, 2, 3, 5), 0, 6, compiled=1), axes)
+            flat = axes == 0 or (axes == 1 and self.flag("position_ids.flat", 0.5, compiled=2))
+            shape = (tokens,) if axes == 0 else (batch, tokens) if flat else (batch, tokens, axes)
+            self.positions("position_ids", shape, reach, "position_ids.negative")
+        if where in ("position_ids", "grid"):
+            return batch
+        sequences = self.packed("cu_seqlens", tokens, ()) if where == "cu_seqlens" else batch
+        near = max(reach - tokens, 0)
+        start = self.number("offset", (0, 0, 1, 7, 100, near, near // 2), 0, FARTHEST)
+        if where == "offset tensor" or (where == "cu_seqlens" and self.flag("offset.tensor", 0.3, compiled=1)):
+            each = self.flag("offset.each", 0.6, compiled=2)
+            self.positions("offset", (batch,) if each else (), start, "offset.negative")
+        elif start or self.flag("offset.given", 0.1):
+            self.options["offset"] = -start if self.flag("offset.negative", 0.2) else start
+        return sequences
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The operators
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _lrpe(draft: _Draft, paired: bool) -> None:
+    draft.draw_dtype("float64")
+    single = draft.flag("three_dimensions", 0.15, compiled=2)
+    heads = 1 if single else draft.heads("H")
+    angles = draft.features("angles", 128 if draft.limited else 4096)
+    if not draft.small and draft.flag("wide", 0.05, compiled=1):
+        angles = draft.number("wide.angles", (257, 512, 1000, 1024, 4096), 1, 5000, 1, compiled=1)
+    features = 2 * angles if paired else angles
+    ways = ("offset", "offset", "offset", "offset tensor", "position_ids", "cu_seqlens", "grid")
+    where = draft.choice("positions", ways, compiled=2)
+    batch = 1 if where == "cu_seqlens" else draft.batch()
+    most = draft.elements(batch * heads * features)
+    prefix = 0 if where == "position_ids" else draft.number("prefix", (0, 0, 0, 1, 2, 5, 17), 0, 64, compiled=2)
+    activations = ("none", "none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence", "softmax_sequence")
+    draft.options["activation"] = draft.choice("activation", activations, compiled=1)
     axes = 1
     if where == "grid":
-        axes = choices.number("grid.axes", (1, 2, 2, 3, 4, 5), 1, 6, 1, compiled=1)
-        side = max(1, int(max(most - prefix, 1) ** (1 / axes)))
-        grid = [
-            choices.number(f"grid{i}", _within((1, 2, 3, 4, 5, 7, 16, 17), side), 1, 300, 1) for i in range(axes)
-        ]
-        options["grid"] = (list if choices.flag("grid.list", 0.2) else tuple)(grid)
+        axes = draft.number("grid.axes", (1, 2, 2, 3, 4, 5), 1, 6, 1, compiled=1)
+        sides = draft.within((1, 2, 3, 4, 5, 7, 16, 17), max(1, int(max(most - prefix, 1) ** (1 / axes))))
+        grid = [draft.number(f"grid{i}", sides, 1, 300, 1) for i in range(axes)]
+        draft.options["grid"] = (list if draft.flag("grid.list", 0.2) else tuple)(grid)
         tokens = prefix + math.prod(grid)
     else:
-        tokens = _length(choices, "N", most)
+        tokens = draft.length("N", most)
         prefix = min(prefix, tokens)
-    if prefix or choices.flag("prefix.given", 0.1):
-        options["prefix"] = prefix
+    if prefix or draft.flag("prefix.given", 0.1):
+        draft.options["prefix"] = prefix
     shape = (batch, tokens, features) if single else (batch, tokens, heads, features)
-    size = choices.choice("x.size", (1.0, 1.0, 1.0, 0.1, 4.0))
-    nan = choices.flag("x.nan", 0.05)
-    grad = not nan and _grad(choices, "x")
-    x = _array(choices, "x", shape, dtype, grad, scale=size, row_of_nan=nan)
-    arrays = {
-        "x": x,
-        "theta": _theta(choices, heads, -(-angles // axes) if where != "position_ids" else angles, nan),
-    }
-    most_axes = max(angles // arrays["theta"].shape[-1], 1)
-    arrays |= _places(choices, where, batch, tokens, options, most_axes)
-    if paired and choices.flag("interleaved", compiled=1):
-        options["interleaved"] = True
-    options["backend"] = _backend(choices, dtype == "float64" or features > 8192)
-    return Call("", arrays, options, ((*shape[:-1], features if paired else 2 * features),), 0)
+    size = draft.choice("size", (1.0, 1.0, 1.0, 0.1, 2.0))
+    nan = draft.row_of_nan("x")
+    draft.array("x", shape, scale=size, row_of_nan=nan)
+    draft.theta(heads, angles if where == "position_ids" else -(-angles // axes))
+    draft.places(where, batch, tokens, max(angles // draft.arrays["theta"].shape[-1], 1))
+    if paired:
+        draft.switch("interleaved")
+    draft.backend(features > 8192)
+    draft.outputs.append((*shape[:-1], features if paired else 2 * features))
 
 
-def _theta(choices: Choices, heads: int, most: int, constant: bool) -> Array:
-    rows = choices.choice("theta.rows", ("vector", "shared", "per head", "per head"), compiled=1)
-    kind = choices.choice("theta.length", ("full", "full", "one", "some"), compiled=1)
-    length = {"full": most, "one": 1}.get(kind) or choices.number(
-        "theta.E", range(1, most + 1), 1, most, 1, compiled=1
-    )
-    shape = {"vector": (length,), "shared": (1, length), "per head": (heads, length)}[rows]
-    dtype = choices.choice("theta.dtype", NUMBERS, compiled=1)
-    values = choices.choice("theta.values", ("frequencies", "frequencies", "frequencies", "uniform", "zeros"))
-    grad = not constant and _grad(choices, "theta", 0.5)
-    return _array(choices, "theta", shape, dtype, grad, values=values)
-
-
-def _places(
-    choices: Choices, where: str, batch: int, tokens: int, options: dict[str, Any], most_axes: int
-) -> dict[str, Array]:
-    """The arguments that say where tokens stand, and changes to ``options``; ``most_axes`` of positions."""
-    reach = choices.choice("reach", (20, 20, 1000, 1_000_003, FARTHEST))
-    near = max(reach - tokens, 0)
-    if where == "grid":
-        return {}
-    if where == "position_ids":
-        dtype = choices.choice("position_ids.dtype", _INTEGERS, compiled=1)
-        axes = choices.number("position_ids.axes", (0, 1, 1, 1, 2, 3, 5), 0, 6, compiled=1)
-        axes = min(axes, most_axes)
-        sizes: tuple[tuple[int, ...], ...] = ((tokens,), (batch, tokens), (batch, tokens, axes))
-        flat = choices.flag("position_ids.flat", 0.5, compiled=2) and axes == 1
-        shape = sizes[0 if axes == 0 else 1 if flat else 2]
-        high = min(reach, _HIGHEST[dtype])
-        low = -high if dtype != "uint8" and choices.flag("position_ids.negative", 0.3) else 0
-        return {
-            "position_ids": _array(choices, "position_ids", shape, dtype, values="integers", numbers=(low, high))
-        }
-    sign = -1 if choices.flag("offset.negative", 0.2) else 1
-    start = sign * choices.number("offset", (0, 0, 1, 7, 100, near, near // 2), 0, FARTHEST)
-    tensor = where == "offset tensor" or (where == "cu_seqlens" and choices.flag("offset.tensor", 0.3, compiled=1))
-    found: dict[str, Array] = {}
-    if where == "cu_seqlens":
-        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
-        found["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
-    if tensor:
-        dtype = choices.choice("offset.dtype", _INTEGERS, compiled=1)
-        high = min(abs(start), _HIGHEST[dtype])
-        low = -high if sign < 0 and dtype != "uint8" else 0
-        each = (batch,) if choices.flag("offset.each", 0.6, compiled=2) else ()
-        found["offset"] = _array(choices, "offset", each, dtype, values="integers", numbers=(low, high))
-    elif start or choices.flag("offset.given", 0.1):
-        options["offset"] = start
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Flash attention
-# ----------------------------------------------------------------------------------------------------------
-
-_MOST_PAGES = 90
-"""Pages of keys; batch entries share them where they have more."""
-
-
-def _flash_attention(choices: Choices) -> Call:
-    dtype = _dtype(choices)
-    packed = choices.choice("packed", ("no",) * 4 + ("queries", "keys", "both"), compiled=1)
-    batch = 1 if packed != "no" else _batch(choices)
-    key_heads = _heads(choices, "Hkv", 8)
-    heads = key_heads * choices.number("group", _GROUPS[: 5 if choices.small else None], 1, 32, 1, compiled=2)
-    most_features = 300 if dtype == "float64" or choices.flag("wide", 0.02, compiled=1) else 256
-    features = _features(choices, "D", most_features)
-    values = features if choices.flag("E=D", 0.7, compiled=1) else _features(choices, "E", most_features)
-    room = _elements(choices) // max(batch * max(heads, 1) * max(features, values), 1)
-    square = _square(batch, heads)
-    tokens = _length(choices, "N", min(room, square) if packed in ("queries", "keys") else room)
-    alike = packed in ("queries", "keys") or (tokens <= square and choices.flag("M=N", 0.4))
-    most = _products(choices) // max(batch * heads * tokens, 1)
-    keys = tokens if alike else _length(choices, "M", min(room, most))
-    used = packed == "no" and choices.flag("seqused_k", 0.2, compiled=2)
-    paged = used and choices.flag("block_table", 0.3, compiled=2)
-    of_keys = (batch, keys)
+def _flash_attention(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    packed = draft.choice("packed", ("no",) * 4 + ("queries", "keys", "both"), compiled=1)
+    batch = 1 if packed != "no" else draft.batch()
+    key_heads = draft.heads("Hkv", 8)
+    heads = key_heads * draft.groups()
+    most = 300 if draft.dtype == "float64" or draft.flag("wide", 0.02, compiled=1) else 256
+    features = draft.features("D", most)
+    values = draft.values(features, 0.7, most)
+    elements = batch * max(heads, 1) * max(features, values)
+    tokens, keys = draft.lengths(batch, heads, elements, packed in ("queries", "keys"), 0.4)
+    used = packed == "no" and draft.flag("seqused_k", 0.2, compiled=2)
+    paged = used and draft.flag("block_table", 0.3, compiled=2)
+    of_keys: _Shape = (batch, keys)
     if paged:
-        page = choices.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
+        page = draft.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
         table = (batch, -(-keys // page))
-        of_keys, keys = (min(math.prod(table), _MOST_PAGES), page), table[1] * page
-    size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 3.0))
-    nan = choices.flag("q.nan", 0.05)
-    constant = nan or (paged and not choices.answers["no_grad"])
-    shapes = {
-        "q": (batch, tokens, heads, features),
-        "k": (*of_keys, key_heads, features),
-        "v": (*of_keys, key_heads, values),
-    }
-    arrays = {}
-    for name, shape in shapes.items():
-        grad = not constant and _grad(choices, name)
-        scale = size if name != "v" else 1.0
-        arrays[name] = _array(choices, name, shape, dtype, grad, scale=scale, row_of_nan=nan and name == "q")
-    if packed != "no":
-        sequences = _sequences(choices)
-        ends: dict[str, list[int]] = {}
-        if packed in ("queries", "both"):
-            cuts = _cuts(choices, "cu_seqlens_q", sequences, tokens)
-            arrays["cu_seqlens_q"] = _integers(choices, "cu_seqlens_q", cuts, ("int32", "int64"))
-            ends = dict.fromkeys("qkv", cuts)
-        if packed in ("keys", "both"):
-            cuts = _cuts(choices, "cu_seqlens_k", sequences, keys)
-            arrays["cu_seqlens_k"] = _integers(choices, "cu_seqlens_k", cuts, ("int32", "int64"))
-            ends = {"q": cuts, **ends, "k": cuts, "v": cuts}
-        arrays |= _spoilt_behind(choices, arrays, ends)
+        of_keys, keys = (min(math.prod(table), PAGES), page), table[1] * page
+        draft.constant = draft.constant or draft.recorded
+    size = draft.logit_size((draft.scale("scale") or 0.0) * math.sqrt(features), 2)
+    size *= draft.choice("size", (1.0, 1.0, 0.1))
+    nan = draft.row_of_nan("q")
+    draft.array("q", (batch, tokens, heads, features), scale=size, row_of_nan=nan)
+    draft.array("k", (*of_keys, key_heads, features), scale=size)
+    draft.array("v", (*of_keys, key_heads, values))
+    if packed in ("queries", "both"):
+        draft.packed("cu_seqlens_q", tokens, "q" if packed == "both" else "qkv")
+    if packed in ("keys", "both"):
+        draft.packed("cu_seqlens_k", keys, "kv" if packed == "both" else "qkv")
     if used:
-        arrays |= _used_keys(choices, "seqused_k", batch, keys, {} if paged else arrays, ("k", "v"))
+        draft.used_keys("seqused_k", batch, keys, "" if paged else "kv")
     if paged:
         pages = (0, max(of_keys[0] - 1, 0))
-        arrays["block_table"] = _array(choices, "block_table", table, "int32", values="integers", numbers=pages)
-    if choices.flag("sink", 0.2, compiled=2):
-        arrays["sink"] = _numbers(choices, "sink", (heads,), constant)
-    options: dict[str, Any] = _scale(choices, "scale")
-    softcap = choices.choice("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
-    if softcap is not None:
-        options["softcap"] = softcap
-    if choices.flag("causal", compiled=2):
-        options["causal"] = True
-    if choices.flag("window", 0.3, compiled=1):
+        draft.array("block_table", table, "int32", 0.0, values="integers", numbers=pages)
+    if draft.flag("sink", 0.2, compiled=2):
+        draft.own_array("sink", (heads,))
+    draft.optional("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
+    draft.switch("causal", compiled=2)
+    if draft.flag("window", 0.3, compiled=1):
         bounds = (None, 0, 1, 2, 5, 16, 31, 64, 100, 5000)
-        window = [choices.choice(f"window{side}", bounds) for side in ("left", "right")]
-        options["window"] = (list if choices.flag("window.list", 0.2) else tuple)(window)
-    precision = choices.choice("float32_precision", (None, None, "highest", "high", "medium"), compiled=1)
-    if precision is not None:
-        options["float32_precision"] = precision
-    outputs: tuple[tuple[int, ...], ...] = ((batch, tokens, heads, values),)
-    if choices.flag("return_lse", compiled=2):
-        options["return_lse"] = True
-        outputs += ((batch, heads, tokens),)
-    options["backend"] = _backend(choices, dtype == "float64" or max(features, values) > 256)
-    setting = choices.choice("matmul_precision", ("highest",) * 8 + ("high", "medium"), compiled=1)
-    return Call("", arrays, options, outputs, 0, matmul_precision=setting)
+        window = [draft.choice(f"window{side}", bounds) for side in ("left", "right")]
+        draft.options["window"] = (list if draft.flag("window.list", 0.2) else tuple)(window)
+    draft.optional("float32_precision", (None, None, "highest", "high", "medium"), compiled=1)
+    draft.outputs.append((batch, tokens, heads, values))
+    if draft.switch("return_lse", compiled=2):
+        draft.outputs.append((batch, heads, tokens))
+    draft.backend(max(features, values) > 256)
+    draft.optional("matmul_precision", ("highest",) * 8 + ("high", "medium"), compiled=1)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Linear attention
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _linear_attention(choices: Choices) -> Call:
-    dtype = _dtype(choices)
-    encoding = choices.choice("encoding", ("none", "rotate", "rotate", "cosine"), compiled=1)
-    where = choices.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=1)
-    causal = not choices.flag("full", 0.2, compiled=1)
-    batch = 1 if where == "cu_seqlens" else _batch(choices)
-    heads = _heads(choices, "H", 8)
-    wide = 40 if dtype == "float64" or choices.flag("wide", 0.02, compiled=1) else 0
-    angles = _features(choices, "angles", {"none": 256, "rotate": 128, "cosine": 128}[encoding] + wide)
+def _linear_attention(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    encoding = draft.choice("encoding", ("none", "rotate", "rotate", "cosine"), compiled=1)
+    where = draft.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=1)
+    causal = not draft.flag("full", 0.2, compiled=1)
+    batch = 1 if where == "cu_seqlens" else draft.batch()
+    heads = draft.heads("H", 8)
+    wide = 40 if draft.dtype == "float64" or draft.flag("wide", 0.02, compiled=1) else 0
+    angles = draft.features("angles", (256 if encoding == "none" else 128) + wide)
     features = 2 * angles if encoding == "rotate" else angles
-    values = features if choices.flag("E=D", 0.6, compiled=1) else _features(choices, "E", 256 + wide)
-    tokens = _length(choices, "N", _linear_room(choices, batch, heads, features, values, where == "cu_seqlens"))
-    nan = choices.flag("q.nan", 0.05)
-    arrays = {}
-    for name, size in (("q", features), ("k", features), ("v", values)):
-        grad = not nan and _grad(choices, name)
-        shape = (batch, tokens, heads, size)
-        arrays[name] = _array(choices, name, shape, dtype, grad, row_of_nan=nan and name == "q")
-    activation = choices.choice("activation", ("none", "none", "relu", "sigmoid", "silu", "softmax"), compiled=1)
-    options: dict[str, Any] = _scale(choices, "scale")
+    values = draft.values(features, 0.6, 256 + wide)
+    most = draft.elements(batch * heads * max(features, values))
+    if where == "cu_seqlens":  # the definition takes packed sequences as if each had all tokens
+        most = min(most, math.isqrt(draft.room("products", PRODUCTS, heads)))
+    tokens = draft.length("N", most)
+    nan = draft.row_of_nan("q")
+    draft.array("q", (batch, tokens, heads, features), row_of_nan=nan)
+    draft.array("k", (batch, tokens, heads, features))
+    draft.array("v", (batch, tokens, heads, values))
+    draft.scale("scale")
     if encoding != "none":
-        options["encoding"] = encoding
-        arrays["theta"] = _theta(choices, heads, angles, nan)
+        draft.options["encoding"] = encoding
+        draft.theta(heads, angles)
+    activation = draft.choice("activation", ("none", "none", "relu", "sigmoid", "silu", "softmax"), compiled=1)
     if activation != "none":
-        options["activation"] = activation
-    if encoding == "rotate" and choices.flag("interleaved", compiled=1):
-        options["interleaved"] = True
-    arrays |= _places(choices, where, batch, tokens, options, 1)
-    outputs: tuple[tuple[int, ...], ...] = ((batch, tokens, heads, values),)
-    sequences = len(arrays["cu_seqlens"].numbers) - 1 if where == "cu_seqlens" else batch
+        draft.options["activation"] = activation
+    if encoding == "rotate":
+        draft.switch("interleaved")
+    sequences = draft.places(where, batch, tokens)
+    draft.outputs.append((batch, tokens, heads, values))
     state = (sequences, heads, features * (2 if encoding == "cosine" else 1), values)
     if causal:
-        decay = choices.choice("decay", (None, "head", "token", "token"), compiled=1)
+        decay = draft.choice("decay", (None, "head", "token", "token"), compiled=1)
         if decay is not None:
-            of_decay = (heads,) if decay == "head" else (batch, tokens, heads)
-            drawn = "decays" if choices.flag("decay.strong", 0.3) else "frequencies"
-            arrays["decay"] = _numbers(choices, "decay", of_decay, nan, values=drawn, scale=-0.3)
-        if choices.flag("initial_state", compiled=1):
-            arrays["initial_state"] = _numbers(choices, "initial_state", state, nan)
-        if choices.flag("return_state", compiled=1):
-            options["return_state"] = True
-            outputs += (state,)
+            # What is the same for all tokens is rounded alike in all tiles: it fades before that adds up.
+            weak = "even" if decay == "head" and tokens > 256 else "frequencies"
+            strong = "infinite" if draft.numbers == "degenerate" else "decays"
+            kind = strong if draft.flag("decay.strong", 0.3) else weak
+            draft.own_array(
+                "decay", (heads,) if decay == "head" else (batch, tokens, heads), values=kind, scale=-0.3
+            )
+        if draft.flag("initial_state", compiled=1):
+            draft.own_array("initial_state", state)
+        if draft.switch("return_state"):
+            draft.outputs.append(state)
     else:
-        options["causal"] = False
-    beyond = dtype == "float64" or max(state[2], values) > 256
-    options["backend"] = _backend(choices, beyond)
-    return Call("", arrays, options, outputs, 0)
+        draft.options["causal"] = False
+    draft.backend(max(state[2], values) > 256)
 
 
-def _linear_room(choices: Choices, batch: int, heads: int, features: int, values: int, packed: bool) -> int:
-    """How many tokens there may be; the definition takes packed sequences as if each had all of them."""
-    room = _elements(choices) // max(batch * heads * max(features, values), 1)
-    return min(room, math.isqrt(_products(choices) // max(heads, 1))) if packed else room
+def _factors(draft: _Draft, batch: int, tokens: int, keys: int, heads: int, features: int, most: int) -> None:
+    """Draw the six factors, the scales and the backend; kernels take up to ``most`` features."""
+    ranks: Sequence[int] = (1, 1, 1, 2, 2, 3) if draft.small else (*(1, 1, 1, 2, 2, 3, 4, 5, 8, 16) * 3, 17)
+    rank_q = draft.number("Rq", (0, 1, 2, 3, 4, 6, 8, 16, 17), 0, 64, 1, compiled=1)
+    rank_k = draft.number("Rk", ranks, 1, 32, 1, compiled=1)
+    rank_v = rank_k if draft.flag("Rv=Rk", compiled=1) else draft.number("Rv", ranks, 1, 32, 1, compiled=1)
+    values = draft.values(features, 0.6, 256)
+    scales = {name: draft.scale(name) for name in ("scale", "scale_q", "scale_k", "scale_v")}
+    usual = {"scale": features**-0.5, "scale_q": 1 / (rank_q or 1), "scale_k": 1 / rank_k}
+    of_logits = [usual[name] if scales[name] is None else scales[name] or 0.0 for name in usual]
+    size = draft.logit_size(math.prod(of_logits) * math.sqrt(features * (rank_q or 1) * rank_k), 4)
+    size *= draft.choice("size", (1.0, 1.0, 1.0, 0.5))
 
-
-# ----------------------------------------------------------------------------------------------------------
-# Tensor-product attention
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _factors(
-    choices: Choices, dtype: str, batch: int, tokens: int, heads: int, features: int, gradients: bool, keys: int
-) -> tuple[dict[str, Array], int, bool]:
-    """The six factors, how many features a value has, and whether the kernels do not take them."""
-    ranks: Sequence[int] = (1, 1, 1, 2, 2, 3) if choices.small else (*(1, 1, 1, 2, 2, 3, 4, 5, 8, 16) * 3, 17)
-    rank_q = choices.number("Rq", (0, 1, 2, 3, 4, 6, 8, 16, 17), 0, 64, 1, compiled=1)
-    rank_k = choices.number("Rk", ranks, 1, 32, 1, compiled=1)
-    rank_v = rank_k if choices.flag("Rv=Rk", compiled=1) else choices.number("Rv", ranks, 1, 32, 1, compiled=1)
-    values = features if choices.flag("E=D", 0.6, compiled=1) else _features(choices, "E", 256)
-    size = choices.choice("size", (1.0, 1.0, 1.0, 0.1, 2.0))
-
-    def rank_axis(name: str, rank: int) -> tuple[int, ...]:  # may be left out at rank one
-        return () if rank == 1 and choices.flag(f"{name}.flat", compiled=2) else (rank,)
+    def rank_axis(name: str, rank: int) -> _Shape:  # may be left out at rank one
+        return () if rank == 1 and draft.flag(f"{name}.flat", compiled=2) else (rank,)
 
     shapes = {
         "aq": (batch, tokens, heads, rank_q),
@@ -504,99 +500,63 @@ def _factors(
         "bk": (batch, keys, *rank_axis("bk", rank_k), features),
         "bv": (batch, keys, *rank_axis("bv", rank_v), values),
     }
-    nan = choices.flag("bq.nan", 0.05)
-    arrays = {}
+    nan = draft.row_of_nan("bq")
     for name, shape in shapes.items():
         if name != "aq" or rank_q:
-            grad = gradients and not nan and _grad(choices, name)
-            spoilt = nan and name == "bq"
-            arrays[name] = _array(choices, name, shape, dtype, grad, scale=size, row_of_nan=spoilt)
-    return arrays, values, max(rank_k, rank_v) > 16 or max(features, values) > 256
+            draft.array(name, shape, scale=size, row_of_nan=nan and name == "bq")
+    draft.outputs.append((batch, tokens, heads, values))
+    draft.backend(max(rank_k, rank_v) > 16 or max(features, values) > most)
 
 
-def _tpa_decode(choices: Choices) -> Call:
-    dtype, batch = _dtype(choices), _batch(choices)
-    heads = _heads(choices, "H", 16, 1)
-    features = _features(choices, "D", 256)
-    tokens = choices.number("N", (1,) * 8 + (2, 2, 3, 4, 5, 0, 17), 0, 100, 1, compiled=2)
-    room = _elements(choices) // max(batch * max(heads, features), 1)
-    keys = _length(choices, "M", min(room, _products(choices) // max(batch * heads * tokens, 1)))
-    arrays, values, beyond = _factors(
-        choices, dtype, batch, tokens, heads, features, choices.answers["no_grad"], keys
-    )
-    if choices.flag("cache_seqlens", compiled=2):
-        arrays |= _used_keys(choices, "cache_seqlens", batch, keys, arrays, ("ak", "av", "bk", "bv"))
-    options: dict[str, Any] = {}
-    for name in ("scale", "scale_q", "scale_k", "scale_v"):
-        options |= _scale(choices, name)
-    strategy = choices.choice("strategy", ("auto", "auto", "auto", "batch", "batch_head", "split_kv"), compiled=1)
-    if strategy != "auto":
-        options["strategy"] = strategy
-    options["backend"] = _backend(choices, beyond or dtype == "float64")
-    return Call("", arrays, options, ((batch, tokens, heads, values),), 0)
+def _tpa_decode(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    batch, heads, features = draft.batch(), draft.heads("H", 16, 1), draft.features("D", 256)
+    tokens = draft.number("N", (1,) * 8 + (2, 2, 3, 4, 5, 0, 17), 0, 100, 1, compiled=2)
+    room = draft.elements(batch * max(heads, features))
+    keys = draft.length("M", min(room, draft.room("products", PRODUCTS, batch * heads * tokens)))
+    draft.constant = draft.constant or draft.recorded
+    _factors(draft, batch, tokens, keys, heads, features, 256)
+    if draft.flag("cache_seqlens", compiled=2):
+        draft.used_keys("cache_seqlens", batch, keys, ("ak", "av", "bk", "bv"))
+    draft.optional("strategy", (None, None, None, "batch", "batch_head", "split_kv"), compiled=1)
 
 
-def _tpa_attention(choices: Choices) -> Call:
-    dtype = _dtype(choices)
-    packed = choices.flag("packed", 0.3, compiled=2)
-    batch = 1 if packed else _batch(choices)
-    heads = _heads(choices, "H", 8, 1)
-    features = _features(choices, "D", 256)
-    room = _elements(choices) // max(batch * max(heads, features), 1)
-    square = _square(batch, heads)
-    tokens = _length(choices, "N", min(room, square) if packed else room)
-    most = _products(choices) // max(batch * heads * tokens, 1)
-    alike = packed or (tokens <= square and choices.flag("M=N", 0.5))
-    keys = tokens if alike else _length(choices, "M", min(room, most))
-    arrays, values, beyond = _factors(choices, dtype, batch, tokens, heads, features, True, keys)
+def _tpa_attention(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    packed = draft.flag("packed", 0.3, compiled=2)
+    batch = 1 if packed else draft.batch()
+    heads, features = draft.heads("H", 8, 1), draft.features("D", 256)
+    tokens, keys = draft.lengths(batch, heads, batch * max(heads, features), packed, 0.5)
+    _factors(draft, batch, tokens, keys, heads, features, 128 if draft.dtype == "float32" else 256)
     if packed:
-        cuts = _cuts(choices, "cu_seqlens", _sequences(choices), tokens)
-        ends = {name: cuts for name in arrays if name in ("aq", "ak", "av", "bq", "bk", "bv")}
-        arrays |= _spoilt_behind(choices, arrays, ends)
-        arrays["cu_seqlens"] = _integers(choices, "cu_seqlens", cuts, ("int32", "int64"))
-    options: dict[str, Any] = {}
-    for name in ("scale", "scale_q", "scale_k", "scale_v"):
-        options |= _scale(choices, name)
-    causal = choices.choice("causal", (None, None, True, False), compiled=2)
+        draft.packed("cu_seqlens", tokens, ("aq", "ak", "av", "bq", "bk", "bv"))
+    causal = draft.choice("causal", (None, None, True, False), compiled=2)
     if causal is not None:
-        options["causal"] = causal
-    beyond = beyond or dtype == "float64" or (dtype == "float32" and max(features, values) > 128)
-    options["backend"] = _backend(choices, beyond)
-    return Call("", arrays, options, ((batch, tokens, heads, values),), 0)
+        draft.options["causal"] = causal
 
 
-def _rotary_attention(choices: Choices) -> Call:
-    dtype = choices.choice("dtype", DTYPES, compiled=1)
-    batch = _batch(choices)
-    key_heads = _heads(choices, "Hkv", 4, 1)
-    heads = key_heads * choices.number("group", _GROUPS[: 5 if choices.small else None], 1, 32, 1, compiled=2)
-    features = 2 * _features(choices, "D/2", 128)
+def _rotary_attention(draft: _Draft) -> None:
+    draft.draw_dtype()
+    batch, key_heads = draft.batch(), draft.heads("Hkv", 4, 1)
+    heads, features = key_heads * draft.groups(), 2 * draft.features("D/2", 128)
     every = heads + 2 * key_heads
-    room = _elements(choices) // max(batch * every * features, 1)
-    most = math.isqrt(_products(choices) // max(batch * heads, 1))
-    tokens = _length(choices, "N", min(room, most))
-    grad = _grad(choices, "qkv")
-    qkv = _array(choices, "qkv", (batch, tokens, every, features), dtype, grad)
+    room = math.isqrt(draft.room("products", PRODUCTS, batch * heads))
+    tokens = draft.length("N", min(draft.elements(batch * every * features), room))
+    scale = draft.choice("scale", (0.3, 0.125, 1.0, -0.25), compiled=4)
+    draft.options |= {"heads": heads, "scale": scale}
+    draft.array("qkv", (batch, tokens, every, features), scale=draft.logit_size(scale * math.sqrt(features), 2))
     length = features // 2
-    if choices.flag("theta.partial", 0.3, compiled=1):
-        length = choices.number("theta.E", range(1, length + 1), 1, length, 1, compiled=1)
-    shape = (1, length) if choices.flag("theta.row", compiled=2) else (length,)
-    theta_dtype = choices.choice(
-        "theta.dtype", ("float32", "float32", "bfloat16", "float16", "float64"), compiled=1
-    )
-    theta = _array(choices, "theta", shape, theta_dtype, _grad(choices, "theta", 0.5), values="frequencies")
-    options: dict[str, Any] = {
-        "heads": heads,
-        "scale": choices.choice("scale", (0.3, 0.125, 1.0, -0.25), compiled=4),
-    }
-    if choices.flag("interleaved", compiled=1):
-        options["interleaved"] = True
-    return Call("", {"qkv": qkv, "theta": theta}, options, ((batch, tokens, heads, features),), 0)
+    if draft.flag("theta.partial", 0.3, compiled=1):
+        length = draft.number("theta.E", range(1, length + 1), 1, length, 1, compiled=1)
+    shape = (1, length) if draft.flag("theta.row", compiled=2) else (length,)
+    draft.own_array("theta", shape, OWN_DTYPES[1:], values="frequencies")
+    draft.switch("interleaved")
+    draft.outputs.append((batch, tokens, heads, features))
 
 
-_MAKERS: dict[str, Callable[[Choices], Call]] = {
-    "lrpe_rotate": lambda choices: _lrpe(choices, paired=True),
-    "lrpe_cosine": lambda choices: _lrpe(choices, paired=False),
+_MAKERS: dict[str, Callable[[_Draft], None]] = {
+    "lrpe_rotate": lambda draft: _lrpe(draft, paired=True),
+    "lrpe_cosine": lambda draft: _lrpe(draft, paired=False),
     "flash_attention": _flash_attention,
     "linear_attention": _linear_attention,
     "tpa_decode": _tpa_decode,

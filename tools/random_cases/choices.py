@@ -21,11 +21,11 @@ class Choices:
     """Answers to the questions of the function that makes a call.
 
     Args:
-        seed: Whence new answers come; None for the simplest option.
+        seed: Where new answers come from; None for the simplest option.
         given: Answers that are settled, by name. One that does not fit is taken for none.
-        settled: Whence the options come that a kernel is compiled for, where many calls have few of them.
+        settled: Where the few options come from, in many calls, that a kernel is compiled for.
         other: The name of a choice whose answer must be another than that of ``given``.
-        small: Whether sizes suit Triton's interpreter.
+        small: True for sizes that suit Triton's interpreter.
     """
 
     def __init__(
@@ -45,57 +45,42 @@ class Choices:
         self.options: dict[str, int] = {}
         """How many there were to choose from."""
 
-    def choice(self, name: str, options: Sequence[T], *, compiled: int | None = None) -> T:
-        """One of the options, the first of which is the simplest; one that stands there twice is drawn as often.
+    def choice(self, name: str, options: Sequence[T], compiled: int | None = None) -> T:
+        """Returns one of the options: the first is the simplest, and one that stands there twice is drawn as often.
 
         Args:
             name: What the choice is called.
             options: JSON values, with tuples for lists.
             compiled: How many options a run of calls has between them, if kernels are compiled for each.
         """
-        return self._answer(name, self._narrowed(name, options, compiled), options[0], options.__contains__)
+        return self._answer(name, options, options[0], options.__contains__, compiled)
 
     def number(
-        self,
-        name: str,
-        options: Sequence[int],
-        low: int,
-        high: int,
-        simplest: int = 0,
-        *,
-        compiled: int | None = None,
+        self, name: str, options: Sequence[int], low: int, high: int, simplest: int = 0, compiled: int | None = None
     ) -> int:
-        """One of the options that lie between two bounds, both included; a settled answer is any number there."""
+        """Returns one of the options within two bounds, both included; a settled answer is any number there."""
         simplest = min(max(simplest, low), high)
         within = [option for option in options if low <= option <= high] or [simplest]
-        narrowed = self._narrowed(name, within, compiled)
-        return self._answer(name, narrowed, simplest, lambda value: type(value) is int and low <= value <= high)
+        return self._answer(name, within, simplest, lambda n: type(n) is int and low <= n <= high, compiled)
 
-    def flag(self, name: str, share: float = 0.5, *, compiled: int | None = None) -> bool:
-        """Whether something is the case, which it is in a share of calls; not is simpler."""
+    def flag(self, name: str, share: float = 0.5, compiled: int | None = None) -> bool:
+        """Returns True in a share of calls; False is simpler."""
         yes = round(20 * share)
-        return self.choice(name, [False] * (20 - yes) + [True] * yes, compiled=compiled)
+        return self.choice(name, [False] * (20 - yes) + [True] * yes, compiled)
 
     def room(self, name: str, options: Sequence[int]) -> int:
-        """A bound on what is drawn, and no more than that: it is no part of the record."""
+        """Returns a bound on what is drawn, which is no part of the record."""
         return max(options) if self.seed is None else Random(f"{self.seed}:{name}").choice(options)
 
     def settles(self, name: str, share: float) -> bool:
-        """Whether something holds for a run of calls that share the options kernels are compiled for; no record."""
+        """Returns True for a share of runs of calls that share the options kernels are compiled for; no record."""
         return self.settled is None or Random(f"{self.settled}:{name}").random() < share
 
-    def _narrowed(self, name: str, options: Sequence[T], compiled: int | None) -> Sequence[T]:
-        if compiled is None or self.settled is None:
-            return options
-        random = Random(f"{self.settled}:{name}")
-        kept: list[T] = []
-        order = random.sample(range(len(options)), len(options))
-        for option in (options[index] for index in order):
-            if option not in kept and len(kept) < compiled:
-                kept.append(option)
-        return [option for option in options if option in kept]
-
-    def _answer(self, name: str, options: Sequence[T], simplest: T, fits: Any) -> T:
+    def _answer(self, name: str, options: Sequence[T], simplest: T, fits: Any, compiled: int | None) -> T:
+        if compiled is not None and self.settled is not None:
+            order = Random(f"{self.settled}:{name}").sample(options, len(options))
+            kept = list(dict.fromkeys(order))[:compiled]
+            options = [option for option in options if option in kept]
         self.options[name] = len(set(options))
         given = self.given.get(name, None)
         if name in self.given and name != self.other and fits(given):
@@ -113,9 +98,7 @@ class Choices:
 
 
 def as_tuples(value: Any) -> Any:
-    """A JSON value with tuples for lists, as choices have them."""
+    """Returns a JSON value with tuples for lists, as choices have them."""
     if isinstance(value, list):
         return tuple(map(as_tuples, value))
-    if isinstance(value, dict):
-        return {name: as_tuples(one) for name, one in value.items()}
-    return value
+    return {name: as_tuples(one) for name, one in value.items()} if isinstance(value, dict) else value

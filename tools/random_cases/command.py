@@ -30,7 +30,7 @@ EVERY = 10.0
 
 
 def pick_operators(names: Sequence[str]) -> tuple[str, ...]:
-    """The operators asked for, all of them if none.
+    """Returns the operators asked for, all of them if none.
 
     Raises:
         ArgumentError: There is no such operator.
@@ -42,16 +42,16 @@ def pick_operators(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Returns True if Triton's kernels run there."""
     if device.type == "cuda" or not HAS_TRITON:
-        return device.type == "cuda" and HAS_TRITON
+        return HAS_TRITON
     from warploom.runtime import launch
 
     return launch.runs_on_cpu()
 
 
 def source_of(seed: int, operators: Sequence[str], device: torch.device, anything: bool) -> Source:
-    """Where families come from on a device: in the interpreter they are small."""
+    """Returns where families come from on a device: in the interpreter they are small."""
     chosen = tuple(operators)
     if not can_run_kernels(device):  # this operator has no other way to run
         chosen = tuple(name for name in chosen if name != "rotary_attention")
@@ -77,7 +77,8 @@ def run_random(plan: Plan) -> int:
             print(f"{outcome.seconds:.0f} s: {outcome.describe()}", file=sys.stderr, flush=True)
 
     outcome = search(plan, report)
-    for fault in _distinct(outcome.unknown(plan.device))[:SHRUNK]:
+    unknown = outcome.unknown(plan.device)
+    for fault in _distinct(unknown)[:SHRUNK]:
         print(report_of(fault, plan, SHRINKING), flush=True)
     width = max(map(len, outcome.tallies), default=0)
     for operator, tally in sorted(outcome.tallies.items()):
@@ -85,7 +86,6 @@ def run_random(plan: Plan) -> int:
             f"{operator:{width}}  {tally.calls:7} calls  {tally.cases:7} cases  {tally.redrawn:4} redrawn  "
             f"worst error / budget {tally.worst:.2f}"
         )
-    unknown = outcome.unknown(plan.device)
     known = f", {len(outcome.faults) - len(unknown)} of them known" if outcome.faults else ""
     print(f"seed {source.seed}, {outcome.seconds:.0f} s: {outcome.describe()}{known}")
     return int(bool(unknown))
@@ -103,29 +103,27 @@ def run_repeat(text: str, plan: Plan) -> int:
 
 
 def report_of(fault: Fault, plan: Plan, seconds: float) -> str:
-    """A failure, simplified: what is wrong, the line that repeats it, and Python to paste."""
+    """Returns a failure, simplified: what is wrong, the line that repeats it, and Python to paste."""
     simple = shrink(fault, torch.device(plan.device), plan.backend, seconds)
-    index = fault.index
     lines = [f"SIMPLIFIED {_line_of(simple)}", f"  {_command(plan, replace(simple, index=None))}"]
-    if index is not None:
+    if fault.index is not None:
         lines.append(f"  found by: {_command(plan, fault)}")
     return "\n".join([*lines, python_of(simple.calls, plan.device, plan.backend), ""])
 
 
 def _calls_of(text: str, source: Source) -> list[Call]:
-    """The calls of a line, which is JSON or a family: ``SEED:INDEX``, and what kind of source it was."""
-    seed, *rest = text.split(":") if text[:1].isdigit() else ("",)
-    if not seed:
+    """Returns the calls of a line, which is JSON or a family: ``SEED:INDEX``, and the kind of its source."""
+    if not text[:1].isdigit():
         return parse(text)
-    kinds = set(rest[1:])
-    if not rest or not seed.isdigit() or not rest[0].isdigit() or not kinds <= {"small", "anything"}:
+    seed, index, *kinds = [*text.split(":"), ""] if ":" not in text else text.split(":")
+    if not seed.isdigit() or not index.isdigit() or not set(kinds) <= {"small", "anything"}:
         raise ArgumentError(f"--repeat {text}: expected SEED:INDEX or the JSON of a call")
     source = replace(source, seed=int(seed), small="small" in kinds, anything="anything" in kinds)
-    return source.family(int(rest[0]))
+    return source.family(int(index))
 
 
 def _command(plan: Plan, fault: Fault) -> str:
-    """The command line that repeats a failure."""
+    """Returns the command line that repeats a failure."""
     words = ["python", "tools/random_calls.py"]
     source = plan.source
     if fault.index is not None:
@@ -145,7 +143,7 @@ def _line_of(fault: Fault) -> str:
 
 
 def _distinct(faults: Sequence[Fault]) -> list[Fault]:
-    """One of every kind for each operator, the first found; then the others."""
+    """Returns one of every kind for each operator, the first found; then the others."""
     first: dict[tuple[str, str], Fault] = {}
     for fault in faults:
         first.setdefault((fault.calls[-1].operator, fault.kind), fault)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from random_cases.calls import OPERATORS, Call, make_call
 from random_cases.choices import Choices, as_tuples
-from random_cases.judging import Failure, Prepared, judge, judge_entry, repeat
+from random_cases.judging import Failure, Prepared, Verdict, judge, judge_entry, repeat
 from warploom.errors import ArgumentError
 from warploom.runtime.plans import ALL_PLANS
 
@@ -20,39 +20,34 @@ __all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run
 
 FAMILIES = 256
 """That share the options which kernels are compiled for: a run of them."""
-SIBLINGS = (1, 2, 3)
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Source:
-    """Whence families come: a family is the same for the same source and index, on any machine."""
+    """Where families come from: a family is the same for the same source and index, on any machine."""
 
     seed: int
     operators: tuple[str, ...] = OPERATORS
     small: bool = False
     """Sizes that suit Triton's interpreter."""
     anything: bool = False
-    """Whether no options are shared between families, so that nearly every call compiles kernels of its own."""
+    """No options are shared between families, so that nearly every call compiles kernels of its own."""
 
     def operator(self, index: int) -> str:
-        """That of a family: where kernels are compiled, the same for a run of them."""
-        return self.operators[(index if self._at_random else index // FAMILIES) % len(self.operators)]
-
-    @property
-    def _at_random(self) -> bool:
-        return self.anything or self.small
+        """Returns that of a family: where kernels are compiled, the same for a run of them."""
+        at_random = self.anything or self.small
+        return self.operators[(index if at_random else index // FAMILIES) % len(self.operators)]
 
     def family(self, index: int) -> list[Call]:
-        """The calls of a family: the first, and its siblings."""
+        """Returns the calls of a family: the first, and its siblings."""
         operator = self.operator(index)
         seed = f"{self.seed}:{operator}:{index}"
-        settled = None if self._at_random else f"{self.seed}:{operator}:{index // FAMILIES}"
+        settled = None if self.anything or self.small else f"{self.seed}:{operator}:{index // FAMILIES}"
         first = make_call(operator, Choices(seed, settled=settled, small=self.small))
         calls, random = [first], Random(seed)
-        for sibling in range(random.choice(SIBLINGS)):
-            names = [name for name, options in first.varied.items() if options > 1]
-            other = random.choice(names)
+        for sibling in range(random.choice((1, 2, 3))):
+            other = random.choice([name for name, options in first.varied.items() if options > 1])
             choices = Choices(f"{seed}:{sibling}", first.answers, settled=settled, other=other, small=self.small)
             calls.append(make_call(operator, choices))
         return calls
@@ -60,7 +55,7 @@ class Source:
 
 @dataclass
 class Tally:
-    """What was run."""
+    """The counts of what was run."""
 
     calls: int = 0
     """Of an operator, forward and, where a gradient is asked for, backward."""
@@ -88,24 +83,25 @@ class Fault:
     kind: str
     detail: str
     fatal: bool = False
-    """Whether the process can run nothing more."""
+    """True if the process can run nothing more."""
     index: int | None = field(default=None, compare=False)
     """Of the family."""
     rounds: int = field(default=1, compare=False)
     """How many times the calls were run until it showed."""
 
+    def found_in(self, index: int | None) -> Fault:
+        """Returns the fault with the family that it was found in."""
+        return replace(self, index=index)
+
 
 def run_family(source: Source, index: int, device: torch.device, backend: str | None) -> tuple[Tally, list[Fault]]:
     """Run a family of a source."""
-    return run_calls(source.family(index), device, backend, index)
+    tally, faults = run_calls(source.family(index), device, backend)
+    return tally, [fault.found_in(index) for fault in faults]
 
 
 def run_calls(
-    calls: Sequence[Call],
-    device: torch.device,
-    backend: str | None,
-    index: int | None = None,
-    rounds: int | None = None,
+    calls: Sequence[Call], device: torch.device, backend: str | None, rounds: int | None = None
 ) -> tuple[Tally, list[Fault]]:
     """Run calls one after the other, and all of them again; the first time each is compared with float64.
 
@@ -113,11 +109,10 @@ def run_calls(
         calls: Of any operators.
         device: Where to run them.
         backend: What every call runs on; None for its own choice.
-        index: Of the family that they are.
         rounds: How many times; `ROUNDS` by default.
     """
     tally, faults = Tally(), []
-    known: dict[int, tuple[Prepared, Any]] = {}
+    known: dict[int, tuple[Prepared, Verdict]] = {}
     so_far: list[Call] = []
     for round_ in range(rounds or ROUNDS):
         for number, call in enumerate(calls):
@@ -140,8 +135,8 @@ def run_calls(
                     repeat(Prepared(call, device, backend), known[number][1])  # at other addresses
             except Failure as failure:
                 known.pop(number, None)
-                fault = Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, index, round_ + 1)
-                faults.append(fault)
+                found = Fault(tuple(so_far), failure.kind, failure.detail, failure.fatal, rounds=round_ + 1)
+                faults.append(found)
                 if failure.fatal:
                     return tally, faults
     return tally, faults
@@ -154,19 +149,19 @@ def forget_plans() -> None:
 
 
 def text_of(calls: Sequence[Call]) -> str:
-    """Calls as one line of JSON, from which `parse` makes them again."""
+    """Returns calls as one line of JSON, from which `parse` makes them again."""
     told = [[call.operator, call.record] for call in calls]
     return json.dumps(told[0] if len(told) == 1 else told, separators=(",", ":"))
 
 
 def parse(text: str) -> list[Call]:
-    """Calls from a line of `text_of`.
+    """Returns calls from a line of `text_of`.
 
     Raises:
         ArgumentError: It is not such a line.
     """
     try:
-        told = json.loads(text)
+        told: Any = json.loads(text)
         told = [told] if isinstance(told[0], str) else told
         given = [(operator, as_tuples(record)) for operator, record in told]
         calls = [make_call(operator, Choices(given=record)) for operator, record in given]

@@ -11,10 +11,10 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from known_failures import entries, known_call
@@ -31,7 +31,7 @@ PAUSES = (2.0, 5.0, 10.0, 20.0, 30.0, 0.0)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which families are run, where."""
+    """The families that are run, and where."""
 
     source: Source
     device: str
@@ -43,7 +43,7 @@ class Plan:
     """Of several machines or commands, which one this is, and how many there are."""
 
     def indices(self, worker: int) -> Iterator[int]:
-        """The families of a process: every so many runs of `FAMILIES`."""
+        """Yield the families of a process: every so many runs of `FAMILIES`."""
         index, of = self.shard
         run = index * self.workers + worker
         while True:
@@ -53,17 +53,12 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a search came to."""
+    """The results of a search."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By operator."""
     faults: list[Fault] = field(default_factory=list)
     seconds: float = 0.0
-
-    def add(self, operator: str, tally: Tally, faults: list[Fault]) -> None:
-        """Count a family."""
-        self.tallies.setdefault(operator, Tally()).add(tally)
-        self.faults += faults
 
     def unknown(self, device: str) -> list[Fault]:
         """Returns the failures that the ledger does not know."""
@@ -72,15 +67,10 @@ class Outcome:
         return [f for f, c in zip(self.faults, calls) if known_call(ledger, c.operator, c.record, where) is None]
 
     def describe(self) -> str:
-        """One line for a person."""
-        total = Tally()
-        for tally in self.tallies.values():
-            total.add(tally)
-        rate = total.cases / max(self.seconds, 1e-9)
-        return (
-            f"{total.calls} calls, {total.cases} cases compared with float64, {rate:.1f} cases/s, "
-            f"{len(self.faults)} failed"
-        )
+        """Returns one line for a person."""
+        calls, cases = (sum(getattr(one, name) for one in self.tallies.values()) for name in ("calls", "cases"))
+        rate = cases / max(self.seconds, 1e-9)
+        return f"{calls} calls, {cases} cases compared with float64, {rate:.1f} cases/s, {len(self.faults)} failed"
 
 
 def search(plan: Plan, report: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
@@ -91,146 +81,106 @@ def search(plan: Plan, report: Callable[[Outcome], None] = lambda outcome: None)
         report: Called now and then with what was found so far.
     """
     outcome, began = Outcome(), time.monotonic()
-    results = _in_this_process(plan) if plan.workers == 1 else _in_processes(plan)
-    for operator, tally, faults in results:
-        outcome.add(operator, tally, faults)
+    for index, tally, faults in _in_this_process(plan) if plan.workers == 1 else _in_processes(plan):
+        outcome.tallies.setdefault(plan.source.operator(index), Tally()).add(tally)
+        outcome.faults += faults
         outcome.seconds = time.monotonic() - began
         report(outcome)
     return outcome
 
 
-_Result = tuple[str, Tally, list[Fault]]
+_Result = tuple[int, Tally, list[Fault]]
 
 
 def _in_this_process(plan: Plan) -> Iterator[_Result]:
     end, device = time.monotonic() + plan.seconds, torch.device(plan.device)
     for index in plan.indices(0):
         tally, faults = run_family(plan.source, index, device, plan.backend)
-        yield plan.source.operator(index), tally, faults
+        yield index, tally, faults
         if time.monotonic() > end or any(fault.fatal for fault in faults):
             return
-
-
-def _in_processes(plan: Plan) -> Iterator[_Result]:
-    end = time.monotonic() + plan.seconds
-    workers = [_Worker(plan, number, end) for number in range(plan.workers)]
-    try:
-        while any(worker.alive for worker in workers):
-            wait([worker.pipe for worker in workers if worker.alive], timeout=1.0)
-            for worker in (worker for worker in workers if worker.alive):
-                yield from worker.results()
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 class _Worker:
     """A process with some of the families, and its successors."""
 
-    def __init__(self, plan: Plan, number: int, end: float) -> None:
-        self.plan, self.number, self.end = plan, number, end
-        self.done = 0  # families, whatever became of them
-        self.alive = True
-        self._start()
+    def __init__(self, plan: Plan, number: int) -> None:
+        self.plan, self.indices = plan, plan.indices(number)
+        self.pool = self._new_pool()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        arguments = (self.plan, self.number, self.done, self.end, other)
-        self.process: Any = context.Process(target=_work, args=arguments, daemon=True)
-        self.process.start()
-        other.close()
-        self.running: int | None = None
-        self.heard = time.monotonic()
+    def _new_pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_prepare_process)
 
-    def results(self) -> Iterator[_Result]:
-        """What has come since the last time; a process that can do no more is replaced."""
-        reason = ""
+    def submit(self) -> Future[tuple[Tally, list[Fault]]]:
+        """Run the next family."""
+        self.index, self.began = next(self.indices), time.monotonic()
+        return self.pool.submit(_run_with_memory, self.plan, self.index)
+
+    def finish(self, future: Future[tuple[Tally, list[Fault]]]) -> _Result:
+        """Returns the result of the family; a process that can run no more is replaced."""
         try:
-            while self.pipe.poll():
-                message = self.pipe.recv()
-                self.heard = time.monotonic()
-                if isinstance(message, int):
-                    self.running = message
-                    continue
-                self.done += 1
-                self.running = None
-                yield message
-        except (EOFError, OSError):
-            reason = "died"
-        if not reason and time.monotonic() - self.heard > LONGEST:
-            reason = f"was stopped after {LONGEST:.0f} s"
-        if not reason:
-            return
-        index = self.running
-        self.stop()
-        if index is not None:
-            source = self.plan.source
-            detail = f"the process that ran this family {reason} (exit code {self.process.exitcode})"
-            self.done += 1
-            fault = Fault(tuple(source.family(index)), "process", detail, True, index)
-            yield source.operator(index), Tally(), [fault]
-        if time.monotonic() < self.end and (index is not None or self.process.exitcode == _AGAIN):
-            self._start()
-        else:
-            self.alive = False
+            tally, faults = future.result(timeout=0)
+        except (BrokenProcessPool, TimeoutError) as error:
+            reason = "died" if isinstance(error, BrokenProcessPool) else f"was stopped after {LONGEST:.0f} s"
+            detail = f"the process that ran this family {reason}"
+            tally, faults = Tally(), [Fault(tuple(self.plan.source.family(self.index)), "process", detail, True)]
+        if any(fault.fatal for fault in faults):
+            self.stop()
+            self.pool = self._new_pool()
+        return self.index, tally, [fault.found_in(self.index) for fault in faults]
 
     def stop(self) -> None:
         """End the process."""
-        self.process.join(timeout=0 if self.running is not None else 5)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
-        self.pipe.close()
+        for process in list((self.pool._processes or {}).values()):
+            process.kill()
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-_AGAIN = 75
-"""Exit code of a process whose GPU runs nothing more."""
+def _in_processes(plan: Plan) -> Iterator[_Result]:
+    end = time.monotonic() + plan.seconds
+    workers = [_Worker(plan, number) for number in range(plan.workers)]
+    running = {worker.submit(): worker for worker in workers}
+    try:
+        while running:
+            done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            late = {future for future, one in running.items() if time.monotonic() - one.began > LONGEST}
+            for future in done | late:
+                worker = running.pop(future)
+                yield worker.finish(future)
+                if time.monotonic() < end:
+                    running[worker.submit()] = worker
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
-def _work(plan: Plan, number: int, skipped: int, end: float, pipe: Connection) -> None:
-    """Run the families of a process but the first of them, and send what each came to."""
+def _prepare_process() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)
-    device = torch.device(plan.device)
-    indices = plan.indices(number)
-    for _ in range(skipped):
-        next(indices)
-    for index in indices:
-        pipe.send(index)
-        tally, faults = _with_room(plan, index, device)
-        pipe.send((plan.source.operator(index), tally, faults))
-        if any(fault.fatal for fault in faults):
-            raise SystemExit(_AGAIN)
-        if time.monotonic() > end:
-            return
 
 
-def _with_room(plan: Plan, index: int, device: torch.device) -> tuple[Tally, list[Fault]]:
+def _run_with_memory(plan: Plan, index: int) -> tuple[Tally, list[Fault]]:
     """Run a family, and again after a while where the processes beside this one left it no memory."""
+    device = torch.device(plan.device)
     for pause in PAUSES:
-        tally, faults = _run(plan, index, device)
+        try:
+            tally, faults = run_family(plan.source, index, device, plan.backend)
+        except Exception as error:  # of the checker itself
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            tally, faults = Tally(), [Fault(tuple(plan.source.family(index)), "checker", detail)]
         if not any("out of memory" in fault.detail for fault in faults) or any(fault.fatal for fault in faults):
             break
-        gc.collect()
-        _leave_room(device, most=0.0)
+        _free_memory(device, most=0.0)
         time.sleep(pause)
-    _leave_room(device, most=0.25 / plan.workers)
+    _free_memory(device, most=0.25 / plan.workers)
     return tally, faults
 
 
-def _run(plan: Plan, index: int, device: torch.device) -> tuple[Tally, list[Fault]]:
-    try:
-        return run_family(plan.source, index, device, plan.backend)
-    except Exception as error:  # of the checker itself
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        return Tally(), [Fault(tuple(plan.source.family(index)), "checker", detail, index=index)]
-
-
-def _leave_room(device: torch.device, most: float) -> None:
+def _free_memory(device: torch.device, most: float) -> None:
     """Give memory back that nothing uses, where more than this share of a GPU's is held."""
     if torch.cuda.is_initialized():
         total = torch.cuda.get_device_properties(device).total_memory
         if torch.cuda.memory_reserved(device) > most * total:
+            gc.collect()
             torch.cuda.empty_cache()

@@ -15,6 +15,8 @@ from random_cases.families import Fault, forget_plans, run_calls
 
 __all__ = ["shrink"]
 
+_Again = Callable[[Sequence[Call]], Fault | None]
+
 
 def shrink(fault: Fault, device: torch.device, backend: str | None, seconds: float) -> Fault:
     """Make the calls of a fault fewer and simpler while the last of them still fails in the same way.
@@ -35,63 +37,42 @@ def shrink(fault: Fault, device: torch.device, backend: str | None, seconds: flo
     def again(calls: Sequence[Call]) -> Fault | None:
         forget_plans()
         _, faults = run_calls(calls, device, backend, rounds=fault.rounds)
-        return next((found for found in faults if found.kind == fault.kind), None)
+        found = next((found for found in faults if found.kind == fault.kind), None)
+        return found and replace(found, calls=tuple(calls))
 
-    best = again(fault.calls[-1:])
+    calls = [call for place, call in enumerate(fault.calls) if call not in fault.calls[:place]]
+    best = again(fault.calls[-1:]) or again(calls)
     if best is None:
-        best = again(_without_repetitions(fault.calls))
-        if best is None:
-            return fault
-        best = _fewer(best, again, end)
-    return _simpler(best, again, end)
+        return fault
+    for call in best.calls:
+        left = [other for other in best.calls if other is not call]
+        if left and time.monotonic() < end:
+            best = again(left) or best
+    return _simplify(best, again, end)
 
 
-def _without_repetitions(calls: Sequence[Call]) -> list[Call]:
-    kept: list[Call] = []
-    for call in calls:
-        if call not in kept:
-            kept.append(call)
-    return kept
-
-
-def _fewer(best: Fault, again: Callable[[Sequence[Call]], Fault | None], end: float) -> Fault:
-    calls = _without_repetitions(best.calls)
-    for call in list(calls):
-        left = [other for other in calls if other is not call]
-        if not left or time.monotonic() > end:
-            break
-        found = again(left)
-        if found is not None:
-            best, calls = found, left
-    return replace(best, calls=tuple(calls))
-
-
-def _simpler(best: Fault, again: Callable[[Sequence[Call]], Fault | None], end: float) -> Fault:
+def _simplify(best: Fault, again: _Again, end: float) -> Fault:
     """Simplify the choices of each call as long as any can be."""
-    calls = _without_repetitions(best.calls)
     changed = True
     while changed and time.monotonic() < end:
         changed = False
-        for place in range(len(calls)):
-            for change in _changes(calls[place].record):
+        for place in range(len(best.calls)):
+            for change in _changes(best.calls[place].record):
                 if time.monotonic() > end:
                     break
-                record = dict(calls[place].record)
-                if any(record.get(name) != before for name, (before, _) in change.items()):
+                call = best.calls[place]
+                if any(call.record.get(name) != before for name, (before, _) in change.items()):
                     continue  # an earlier change took it
-                record.update({name: after for name, (_, after) in change.items()})
-                simpler = make_call(calls[place].operator, Choices(given=record))
-                if _weight(simpler) >= _weight(calls[place]):
-                    continue
-                found = again([*calls[:place], simpler, *calls[place + 1 :]])
-                if found is not None:
-                    best, changed = found, True
-                    calls[place] = simpler
-    return replace(best, calls=tuple(calls))
+                record = call.record | {name: after for name, (_, after) in change.items()}
+                simpler = make_call(call.operator, Choices(given=record))
+                if _weight(simpler) < _weight(call):
+                    found = again([*best.calls[:place], simpler, *best.calls[place + 1 :]])
+                    best, changed = found or best, changed or found is not None
+    return best
 
 
 def _changes(record: dict[str, Any]) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Changes to a record, as values before and after: many choices at once, ever fewer, then smaller numbers."""
+    """Yield changes, as values before and after: many choices at once, ever fewer, then smaller numbers."""
     # What belongs to a tensor goes with its memory, so that goes first.
     names = sorted(record, key=lambda name: (not name.endswith(".memory"), name))
     size = -(-len(names) // 2)
@@ -107,5 +88,5 @@ def _changes(record: dict[str, Any]) -> Iterator[dict[str, tuple[Any, Any]]]:
 
 
 def _weight(call: Call) -> tuple[int, int]:
-    """Choices that are not the simplest, and the sum of their numbers: less is simpler."""
+    """Returns the number of choices that are not the simplest, and the sum of their numbers: less is simpler."""
     return len(call.record), sum(value for value in call.record.values() if type(value) is int)
