@@ -23,7 +23,7 @@ from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError
 from warploom.ops.spec import COMPILED_BRIEFLY, Bench, Case
-from warploom.report import terminal
+from warploom.report import render_terminal
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
 
@@ -82,7 +82,7 @@ def test_another_function_has_its_own_inputs_definition_and_bytes_and_no_limit(t
     assert found["squared"].limit_ms is None
     assert found["squared"].limit_fraction is None
     assert found["torch"].limit_ms == found[LIMIT].ms
-    printed = terminal(list(found.values()))
+    printed = render_terminal(list(found.values()))
     assert re.search(r"\bsquared\b", printed)
 
 

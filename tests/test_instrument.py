@@ -24,7 +24,7 @@ from warploom.bench.sensors import Reader, Sample, WatchedClock
 from warploom.cli import main
 from warploom.errors import ArgumentError
 from warploom.report.panels import Point, load_sections
-from warploom.report.tables import tables_of
+from warploom.report.tables import make_tables
 from warploom.testing.specs import load_specs
 
 CPU = torch.device("cpu")
@@ -384,7 +384,7 @@ def test_a_disturbed_case_is_marked_shown_and_measured_again(
     assert by_name["torch"].disturbed == "thermal slowdown by the hardware, at 90 °C"
     assert by_name["limit"].disturbed
     assert by_name["broken"].disturbed is None
-    (table,) = tables_of(first.records)
+    (table,) = make_tables(first.records)
     assert table.rows[0][1].state == "disturbed"
     assert table.rows[0][1].text
     assert "disturbed: torch, limit: thermal slowdown by the hardware, at 90 °C" in table.notes

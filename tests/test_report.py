@@ -20,13 +20,13 @@ from warploom.bench.records import LIMIT, Record, append, save_environment
 from warploom.errors import WarploomError
 from warploom.report import panels as panels_module
 from warploom.report import write_report
-from warploom.report.chart import TOP, Chart, chart_svg, charts
-from warploom.report.palette import looks
+from warploom.report.chart import TOP, Chart, make_charts, render_chart
+from warploom.report.palette import choose_looks
 from warploom.report.panels import arrange, load_sections
-from warploom.report.published import FOLDER, published
-from warploom.report.rivals import against, summaries, summary_table
-from warploom.report.table import Cell, Table, text
-from warploom.report.tables import tables_of
+from warploom.report.published import FOLDER, read_published
+from warploom.report.rivals import format_ratio, make_summary_table, summarize
+from warploom.report.table import Cell, Table, render_text
+from warploom.report.tables import make_tables
 
 BENCH = replace(toy.make_bench(), name="lrpe-rotate", title="A rotation")
 SHAPE = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
@@ -145,7 +145,7 @@ def body_text(page: str) -> str:
 
 def only(records: list[Record], mode: str = "fwd"):
     (section,) = arrange(records)
-    return next(row for row in summaries(section) if row.mode == mode)
+    return next(row for row in summarize(section) if row.mode == mode)
 
 
 def test_the_alternative_is_the_fastest_case_by_case_losses_included():
@@ -169,9 +169,9 @@ def test_a_table_without_one_of_the_peers_says_something_else():
     for dropped in ("torch_naive", "liger", "torch"):
         rest = make_records({name: times for name, times in providers.items() if name != dropped})
         assert (only(rest).ratios != whole.ratios) == (dropped == "torch_naive")
-        shown = {head for table in tables_of(rest) for head in table.heads}
+        shown = {head for table in make_tables(rest) for head in table.heads}
         assert dropped not in shown
-        assert {head for table in tables_of(make_records(providers)) for head in table.heads} > shown
+        assert {head for table in make_tables(make_records(providers)) for head in table.heads} > shown
 
 
 def test_the_summary_says_how_many_cases_were_compared(tmp_path: Path):
@@ -188,8 +188,8 @@ def test_the_summary_says_how_many_cases_were_compared(tmp_path: Path):
 
 def test_what_has_none_of_ours_is_no_row_of_the_summary():
     (section,) = arrange(make_records({"torch_naive": 1.6, "liger": 2.4}), {"e": "GPU"})
-    assert summaries(section)
-    assert summary_table(summaries(section)).rows == []
+    assert summarize(section)
+    assert make_summary_table(summarize(section)).rows == []
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,12 @@ def test_records_without_a_run_have_no_ratio():
 
 
 def test_no_loss_is_rounded_away():
-    assert (against(0.951), against(0.996), against(1.004), against(12.34)) == ("0.95", "1.00", "1.00", "12")
+    assert (format_ratio(0.951), format_ratio(0.996), format_ratio(1.004), format_ratio(12.34)) == (
+        "0.95",
+        "1.00",
+        "1.00",
+        "12",
+    )
     records = make_records({"warploom": 1.0, "torch": 0.996})
     narrow = [replace(r, ms_p20=r.ms * 0.9995, ms_p80=r.ms * 1.0005) for r in records]
     assert only(narrow).lost == 6  # the count says what two digits cannot
@@ -238,7 +243,7 @@ def test_other_functions_are_no_alternative(monkeypatch):
 def test_tables_have_sizes_down_and_providers_across():
     records = make_records({"warploom": 1.05, "torch": 8.0}, activations=("silu",))
     fail(records, "torch", "fwd", 4096, status="oom", reason="no room", ms=None)
-    speed, memory, *_ = tables_of(records)
+    speed, memory, *_ = make_tables(records)
     assert speed.title == "lrpe_rotate  fwd  bf16  batch 12  heads 12  head_dim 128  activation silu  ms"
     assert speed.heads == ["n", "warploom", "torch", LIMIT, "of the limit", "fastest other / ours", "GB/s"]
     rows = [[cell.text or cell.state for cell in row] for row in speed.rows]
@@ -246,7 +251,7 @@ def test_tables_have_sizes_down_and_providers_across():
     assert rows[2] == ["4096", "0.4301", "oom", "0.4096", "95%", "", "9.52"]
     assert speed.notes == ["oom: torch at n = 4096: no room"]
     assert memory.title.endswith("peak MiB")
-    plain = text([speed, memory], 80)
+    plain = render_text([speed, memory], 80)
     assert all(len(line) <= 80 for line in plain.splitlines())
     assert "−1" not in plain
     lines = markdown([speed]).splitlines()
@@ -263,23 +268,23 @@ def test_what_cannot_run_has_no_column_and_one_line():
         replace(r, status="unsupported", reason="needs a GPU", ms=None) if r.provider in ("cudnn", "flex") else r
         for r in records
     ]
-    table = tables_of(records)[0]
+    table = make_tables(records)[0]
     assert {"cudnn", "flex"}.isdisjoint(table.heads)
     assert table.notes == ["unsupported: cudnn, flex: needs a GPU"]
 
 
-def test_a_wide_table_is_parted_and_a_long_head_folded():
+def test_a_wide_table_is_parted_and_a_long_head_fold():
     table = Table.of(["n", *(f"provider_number_{i}" for i in range(12))], [["1", *["0.12345"] * 12]])
-    plain = text([table], 80)
+    plain = render_text([table], 80)
     assert all(len(line) <= 80 for line in plain.splitlines())
     assert plain.count("0.12345") == 12
-    assert Table(["a", "b"], [[Cell("1"), Cell("")]]).dense().heads == ["a"]
+    assert Table(["a", "b"], [[Cell("1"), Cell("")]]).drop_empty_columns().heads == ["a"]
 
 
 def test_a_late_sample_is_marked():
     records = make_records({"warploom": 2.0}, activations=("none",))
     fail(records, "warploom", "fwd", 256, late=3, rounds=20)
-    table = tables_of(records)[0]
+    table = make_tables(records)[0]
     assert table.rows[0][1].text.endswith("†")
     assert table.rows[0][1].reason == "the host was not ahead in 3 of 20 rounds"
     assert not table.rows[1][1].text.endswith("†")
@@ -291,12 +296,12 @@ def test_a_late_sample_is_marked():
 
 def test_a_chart_is_valid_small_and_shows_what_was_measured(measured):
     (section,) = load_sections([measured])
-    styles = looks(sorted(section.providers), section.emphasis)
+    styles = choose_looks(sorted(section.providers), section.emphasis)
     for panel in section.panels:
         for mode in panel.modes:
-            time, share = charts(section, panel, mode)
+            time, share = make_charts(section, panel, mode)
             for chart in (time, share):
-                svg = chart_svg(chart, styles, {name: i for i, name in enumerate(section.providers)})
+                svg = render_chart(chart, styles, {name: i for i, name in enumerate(section.providers)})
                 root = ElementTree.fromstring(svg)
                 shown = [name for name, line in chart.lines.items() if any(line.values())]
                 lines = [g for g in root if g.tag.endswith("}g")]
@@ -306,7 +311,7 @@ def test_a_chart_is_valid_small_and_shows_what_was_measured(measured):
                 for x, y in re.findall(r"[ML](-?\d+) (-?\d+)", svg):
                     assert -5 <= int(x) <= 465
                     assert -5 <= int(y) <= 255
-    fwd = charts(section, section.panels[0], "fwd")[0]
+    fwd = make_charts(section, section.panels[0], "fwd")[0]
     assert fwd.lines["torch"].get(4096) is None  # it ran out of memory
     assert fwd.lines["warploom"][256] == pytest.approx(256e-7 * 1.05)
 
@@ -315,7 +320,7 @@ def test_a_line_and_its_band_have_gaps_where_there_is_no_speed():
     values = {1: 1e-3, 2: 2e-3, 3: None, 4: 4e-3, 5: 5e-3}
     edges = tuple({x: y and y * factor for x, y in values.items()} for factor in (0.9, 1.1))
     chart = Chart("time", list(values), "n", {"torch": values}, {"torch": edges})
-    root = ElementTree.fromstring(chart_svg(chart, looks(["torch"], "")))
+    root = ElementTree.fromstring(render_chart(chart, choose_looks(["torch"], "")))
     (group,) = (g for g in root if g.tag.endswith("}g"))
     band, line, _ = (path.get("d") for path in group)
     assert (line.count("M"), line.count("L")) == (2, 2)
@@ -325,13 +330,15 @@ def test_a_line_and_its_band_have_gaps_where_there_is_no_speed():
 def test_a_band_far_above_its_line_stays_below_the_title():
     values = {1: 1e-3, 2: 2e-3}
     edges = (values, {x: 20 * y for x, y in values.items()})
-    svg = chart_svg(Chart("time", list(values), "n", {"torch": values}, {"torch": edges}), looks(["torch"], ""))
+    svg = render_chart(
+        Chart("time", list(values), "n", {"torch": values}, {"torch": edges}), choose_looks(["torch"], "")
+    )
     assert min(int(y) for _, y in re.findall(r"[ML](-?\d+) (-?\d+)", svg)) >= TOP
 
 
 def test_a_provider_keeps_its_look():
     names = ["torch", "warploom", "sdpa", "warploom+compile", "sdpa+compile", "other", LIMIT]
-    first, second = looks(names, "warploom"), looks([*reversed(names[3:]), *names[:3]], "torch")
+    first, second = choose_looks(names, "warploom"), choose_looks([*reversed(names[3:]), *names[:3]], "torch")
     for name in ("torch", "warploom", LIMIT, "warploom+compile"):
         assert first[name].colour == second[name].colour
     assert first["sdpa"].colour == first["sdpa+compile"].colour
@@ -464,7 +471,7 @@ def test_nothing_measured_says_so(tmp_path):
 
 
 def test_published_figures():
-    rows = published()
+    rows = read_published()
     assert {row.metric for row in rows} == {"speed", "memory"}
     assert all(row.value is None or row.value > 0 for row in rows)
     case = {**SHAPE, "activation": "none", "n": 256}

@@ -18,9 +18,9 @@ from warploom.bench.runner import Selection
 from warploom.cli import main
 from warploom.nn import TransformerConfig, TransformerLM, transformer_lm
 from warploom.ops import register
-from warploom.report import terminal
+from warploom.report import render_terminal
 from warploom.report.panels import arrange
-from warploom.report.rivals import summaries
+from warploom.report.rivals import summarize
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -77,7 +77,9 @@ def test_every_model_in_every_mode_is_a_record_and_a_row() -> None:
         assert record.details["parameters"] == model.parameter_count()
         plain = TransformerLM(config_of(record.case, "warploom"))
         assert record.flops == 32 * plain.flops_per_token(16, training=record.mode != "fwd")
-    assert "transformer  fwd_bwd  fp32  batch 2  position rotate  context_length 16  ms" in terminal(records, 120)
+    assert "transformer  fwd_bwd  fp32  batch 2  position rotate  context_length 16  ms" in render_terminal(
+        records, 120
+    )
 
 
 def test_models_take_their_steps_in_turn_and_each_turn_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_steps_are_compared_with_the_fastest_way_to_run_each_model() -> None:
 
     records = [made("warploom", 160.0, 1), made("warploom+compile", 118.5, 4.4), made("sdpa+compile", 119.5, 3.2)]
     (section,) = arrange([*records, made("torch", 200.0, 1), made("warploom_tpa", 90.0, 1)])
-    (found,) = summaries(section)
+    (found,) = summarize(section)
     assert (found.alternatives, found.ratios, found.lost, found.level) == ("sdpa+compile", "1.01", 0, 1)
 
 

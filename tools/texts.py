@@ -24,12 +24,12 @@ from warploom.bench.storage import load_lines, read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
 from warploom.ops.spec import KERNELS
-from warploom.report.chart import charts, picture
-from warploom.report.labels import mode_title, size, sort_xs
-from warploom.report.palette import looks
+from warploom.report.chart import make_charts, render_picture
+from warploom.report.labels import format_mode, format_size, sort_xs
+from warploom.report.palette import choose_looks
 from warploom.report.panels import Panel, Section, arrange
-from warploom.report.rivals import Summary, against, summaries, summary
-from warploom.report.table import Table, number, shown
+from warploom.report.rivals import Summary, format_ratio, summarize, summarize_mode
+from warploom.report.table import Table, format_cell, format_number
 from warploom.testing.specs import load_specs
 
 __all__ = ["ROWS", "markdown_table", "replace_between", "speed_table", "update"]
@@ -55,7 +55,7 @@ def markdown(tables: Sequence[Table]) -> str:
         lines += [f"**{_escape(table.title)}**", ""] if table.title else []
         lines.append(_line(table.heads))
         lines.append("|" + " --- |" * table.words + " ---: |" * (len(table.heads) - table.words))
-        lines += [_line([shown(cell) for cell in row]) for row in table.rows]
+        lines += [_line([format_cell(cell) for cell in row]) for row in table.rows]
         lines += ["", *(f"- {_escape(note)}" for note in table.notes)] if table.notes else []
         lines.append("")
     return "\n".join(lines).rstrip("\n")
@@ -194,12 +194,12 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
         return []
     chosen = max(by_gpu(chosen, devices).values(), key=lambda own: any(_is_typical(row, record) for record in own))
     (section,) = arrange(chosen, devices)
-    found = summary(section, section.panels, "", row.mode)
+    found = summarize_mode(section, section.panels, "", row.mode)
     if not found.counts:  # of the others alone
         return []
     ours = [record for record in chosen if _is_typical(row, record) and record.provider in section.own_names]
     typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
-    ms, share = (number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
+    ms, share = (format_number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
     way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
     shape = f"{row.shape}, {way}" if way else row.shape
     return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *_compared(found)]
@@ -259,7 +259,7 @@ def _whole_table(section: Section) -> Table:
     rows = []
     for panel in section.panels:
         for mode in panel.modes:
-            found = summary(section, [panel], "", mode)
+            found = summarize_mode(section, [panel], "", mode)
             if not found.counts:
                 continue
             own = [panel.at(mode).get(name, {}) for name in section.own_names]
@@ -267,7 +267,7 @@ def _whole_table(section: Section) -> Table:
             last = next(reversed([point for point in firsts if point]), None)
             median = _percent(statistics.median(found.shares)) if found.shares else ""
             spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
-            place = [size(last.x), number(last.ms)] if last else ["", ""]
+            place = [format_size(last.x), format_number(last.ms)] if last else ["", ""]
             rows.append([panel.label, mode, *place, spread, *_compared(found)])
     return Table.of(heads, rows, words=3)
 
@@ -305,8 +305,10 @@ def _step_table(section: Section, panel: Panel, mode: str, gpu: str) -> Table:
         pair = panel.rival(mode, x, section)
         if pair is not None:
             verdict = {"faster": "it is ahead", "same": "level", "slower": "ours is ahead"}[pair.verdict]
-            rows.append([str(x), f"{pair.b.provider} / {pair.a.provider}", against(pair.ratio), verdict, *[""] * 6])
-    return Table.of(heads, rows, title=f"{mode_title(mode)}, {panel.label}, {gpu}", words=2)
+            rows.append(
+                [str(x), f"{pair.b.provider} / {pair.a.provider}", format_ratio(pair.ratio), verdict, *[""] * 6]
+            )
+    return Table.of(heads, rows, title=f"{format_mode(mode)}, {panel.label}, {gpu}", words=2)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -323,12 +325,12 @@ def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, st
     names = {b.record_name for b in benches().values() if f".{folder}." in f"{b.operator.function.__module__}."}
     rows = []
     for section in arrange([record for record in records if record.operator in names], devices):
-        for found in summaries(section):
+        for found in summarize(section):
             if found.shares:
                 share = f"{_percent(statistics.median(found.shares))} "
                 share += f"({_percent(found.shares[0])} … {_percent(found.shares[-1])})"
                 gpu = gpu_of(section, devices, found.device)
-                rows.append([section.operator, mode_title(found.mode), gpu, share, *_compared(found)])
+                rows.append([section.operator, format_mode(found.mode), gpu, share, *_compared(found)])
     return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
 
@@ -349,7 +351,7 @@ def grid(
     rows, heads = [], []
     for section in arrange(chosen, devices):
         columns = sort_xs({point.x for point in section.points})
-        heads = ["" if section.panels[0].device else gpu_of(section, devices), *map(size, columns)]
+        heads = ["" if section.panels[0].device else gpu_of(section, devices), *map(format_size, columns)]
         for panel in section.panels:
             cells = [[cell(section, panel, mode, x) or "–" for mode in MODES] for x in columns]
             if any(set(pair) != {"–"} for pair in cells):
@@ -371,7 +373,7 @@ def rate(section: Section, panel: Panel, mode: str, x: Any) -> str:
 def ratio(section: Section, panel: Panel, mode: str, x: Any) -> str:
     """The fastest alternative's time over ours."""
     pair = panel.rival(mode, x, section)
-    return against(pair.ratio) if pair else ""
+    return format_ratio(pair.ratio) if pair else ""
 
 
 def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -386,12 +388,12 @@ def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str
                 record, pair = _ours(section, panel, "fwd", x), panel.rival("fwd", x, section)
                 if record:
                     beside = (panel.at("fwd").get(name, {}).get(x) for name in section.others)
-                    rival = [pair.b.provider, against(pair.ratio)] if pair else ["none in the same run", ""]
-                    place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {size(x)}"
-                    times = [number(point.ms) if point else "" for point in beside]
-                    cells = [place, gpu_of(section, devices, panel.device), number(record.ms)]
+                    rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
+                    place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {format_size(x)}"
+                    times = [format_number(point.ms) if point else "" for point in beside]
+                    cells = [place, gpu_of(section, devices, panel.device), format_number(record.ms)]
                     rows.append([*cells, _percent(record.limit_fraction), *rival, *times])
-    return markdown([Table.of(heads, rows, words=2).dense()]) if rows else NOTHING
+    return markdown([Table.of(heads, rows, words=2).drop_empty_columns()]) if rows else NOTHING
 
 
 def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -409,13 +411,13 @@ def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
                     record = _ours(section, panel, mode, x)
                     if record and record.limit_fraction and record.case["activation"] != "softmax_sequence":
                         shares += 1
-                        place = f"{section.x} = {size(x)}, {replace(panel, device='').label}"
+                        place = f"{section.x} = {format_size(x)}, {replace(panel, device='').label}"
                         if record.limit_fraction < (0.85 if theta else 0.97 if x >= 2048 else 0.92):
                             low.append((record.limit_fraction, place))
             if shares:
                 share, place = min(low, default=(None, ""))
                 gpu, count = gpu_of(section, devices, device), f"{len(low)} / {shares}"
-                rows.append([section.operator, mode_title(mode), gpu, count, _percent(share), place])
+                rows.append([section.operator, format_mode(mode), gpu, count, _percent(share), place])
     heads = ["bench", "mode", "GPU", "below / measured", "least", "at"]
     return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
 
@@ -446,9 +448,14 @@ def context_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
                 record, pair = _ours(section, panel, mode, x), panel.rival(mode, x, section)
                 if record:
                     kind, gpus = record.case["kind"], record.case["gpus"]
-                    cells = [COMPUTED[kind], mode_title(mode), gpu_of(section, devices, panel.device), str(gpus)]
-                    cells += [str(x), number(record.limit_ms), number(record.ms), _share(record.limit_fraction)]
-                    cells += [pair.b.provider, number(pair.b.ms)] if pair else ["none in the same run", ""]
+                    cells = [COMPUTED[kind], format_mode(mode), gpu_of(section, devices, panel.device), str(gpus)]
+                    cells += [
+                        str(x),
+                        format_number(record.limit_ms),
+                        format_number(record.ms),
+                        _share(record.limit_fraction),
+                    ]
+                    cells += [pair.b.provider, format_number(pair.b.ms)] if pair else ["none in the same run", ""]
                     place = [*COMPUTED].index(kind), x, gpus, MODES_OVER_GPUS.index(mode)
                     found.append((place, [*cells, _same_bits(record)]))
     rows = [cells for _, cells in sorted(found, key=lambda entry: entry[0])]
@@ -485,7 +492,7 @@ def training_table(*_: object) -> str:
         rates, median = _rates(entries), medians[sequences, tokens, gpu, gpus]
         alone = medians.get((sequences, tokens, gpu, 1))
         share = "–" if alone is None or gpus == 1 else f"{median / alone / gpus:.2f}"
-        step = number(1e3 * sequences * tokens / median)
+        step = format_number(1e3 * sequences * tokens / median)
         speed = f"{median:,.0f} ({min(rates):,.0f} … {max(rates):,.0f})"
         losses = ", ".join(f"{entry['step']}: {entry['loss']:.4f}" for entry in entries)
         held_out = [f"{entry['held_out_loss']:.4f}" for entry in entries if "held_out_loss" in entry]
@@ -553,16 +560,16 @@ def draw(section: Section, gpu: str) -> str:
     several = wanted or section.panels
     panel = max(several, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
     columns = [(panel, mode) for mode in MODES if mode in panel.modes]
-    drawn = [(panel, mode, charts(section, panel, mode)[::-1]) for panel, mode in columns]
+    drawn = [(panel, mode, make_charts(section, panel, mode)[::-1]) for panel, mode in columns]
     drawn = [column for column in drawn if column[2]]
     if not drawn:
         return ""
     title = section.title
     if drawn[0][0].labels:  # one column has no room for both
         title = drawn[0][0].label if len(drawn) == 1 else f"{title}: {drawn[0][0].label}"
-    styles = looks(sorted(section.providers), section.emphasis)
-    heads = [mode_title(mode) for _, mode, _ in drawn]
-    return picture([c for _, _, c in drawn], heads, f"{title}, {gpu}", styles)
+    styles = choose_looks(sorted(section.providers), section.emphasis)
+    heads = [format_mode(mode) for _, mode, _ in drawn]
+    return render_picture([c for _, _, c in drawn], heads, f"{title}, {gpu}", styles)
 
 
 # ----------------------------------------------------------------------------------------------------------

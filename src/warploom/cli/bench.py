@@ -61,7 +61,7 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import plan, run
     from warploom.bench.sensors import others_here
-    from warploom.report import terminal
+    from warploom.report import render_terminal
 
     device = the_device(options.device)
     graphs = [f"{mode.removesuffix('_graph')}_graph" for mode in options.mode or ["fwd"]]
@@ -90,7 +90,7 @@ def _bench(options: argparse.Namespace) -> int:
     with quiet(log) as shown:
         outcome = run(chosen, selection, device, output, prepare=prepare, terminal=shown, **limits)
 
-    print(terminal(outcome.records, width()))
+    print(render_terminal(outcome.records, width()))
     if outcome.reason:
         some, rest = outcome.left[:5], len(outcome.left) - 5
         lines = [*some, *([f"and {rest} more"] if rest > 0 else [])]

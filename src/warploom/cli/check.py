@@ -48,7 +48,7 @@ def _check(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from warploom.ops import operators
-    from warploom.report.table import Table, text
+    from warploom.report.table import Table, render_text
     from warploom.testing.specs import load_specs
 
     own = names_in(load_specs(options.spec), "operators")
@@ -90,7 +90,7 @@ def _check(options: argparse.Namespace) -> int:
         verdict = "ok" if all(result.ok for result in some) else "FAILED"
         rows.append([*key, str(len(some)), f"{max(result.ratio for result in some):.2f}", verdict])
     heads = ["operator", "dtype", "mode", "cases", "worst error / budget", ""]
-    print(text([Table.of(heads, rows, words=3)], width()))
+    print(render_text([Table.of(heads, rows, words=3)], width()))
     if count < len(places):
         print(f"{count} of {len(places)} cases of the kernels")
     print(f"{len(results)} comparisons with float64 in {time.monotonic() - began:.0f} s, {len(failures)} failed")

@@ -75,7 +75,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
     """Returns the summary: how many cases are what, means, and the worst and best cases, or every case."""
-    from warploom.report.table import Table, text
+    from warploom.report.table import Table, render_text
 
     sides = (f"A: {comparison.a.describe()}", f"B: {comparison.b.describe()}")
     lines = [textwrap.fill(side, width(140), subsequent_indent="   ", break_on_hyphens=False) for side in sides]
@@ -99,7 +99,7 @@ def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
         tables.append(_cases("slowest", comparison, ranked[:MOST_CASES]))
         tables.append(_cases("fastest", comparison, ranked[: -MOST_CASES - 1 : -1]))
         lines.append("the slowest and the fastest cases of B are below; --all shows every case")
-    return "\n".join([*lines, "", text(tables, width(140))]).rstrip()
+    return "\n".join([*lines, "", render_text(tables, width(140))]).rstrip()
 
 
 def _cases(head: str, comparison: Comparison, pairs: Sequence[Pair]) -> Table:

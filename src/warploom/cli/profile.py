@@ -46,7 +46,7 @@ def _profile(options: argparse.Namespace) -> int:
     from warploom.bench.progress import shorten
     from warploom.bench.records import as_option
     from warploom.bench.storage import probe
-    from warploom.report.table import Table, text
+    from warploom.report.table import Table, render_text
 
     device = the_device(options.device)
     chosen, selection = select(options, options.mode)
@@ -77,7 +77,7 @@ def _profile(options: argparse.Namespace) -> int:
         written = [trace.path for trace in timelines]
         tables = [table for trace in timelines for table in _tables(trace, device.type)]
     if tables:
-        print(text(tables, width()))
+        print(render_text(tables, width()))
     for path in written:
         print(path)
     return int(not written)

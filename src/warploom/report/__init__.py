@@ -1,4 +1,4 @@
-"""Records for a reader: tables for a terminal and texts, and the report, one HTML file that needs nothing else."""
+"""Tables of records for a terminal, and the report: one HTML file without dependencies."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from pathlib import Path
 
 from warploom.bench.records import Record
 from warploom.bench.storage import replace_text
-from warploom.report.table import text
-from warploom.report.tables import tables_of
+from warploom.report.table import render_text
+from warploom.report.tables import make_tables
 
-__all__ = ["terminal", "write_report"]
+__all__ = ["render_terminal", "write_report"]
 
 
-def terminal(records: Sequence[Record], width: int = 80) -> str:
-    """Tables of records that were just made, for a terminal of some width."""
-    return text(tables_of(records), width)
+def render_terminal(records: Sequence[Record], width: int = 80) -> str:
+    """Returns tables of new records as text, for a terminal of some width."""
+    return render_text(make_tables(records), width)
 
 
 def write_report(sources: Sequence[Path], output: Path) -> Path:
-    """Write the report of some records; needs jinja2.
+    """Write the report of records as an HTML file. Needs jinja2.
 
     Args:
-        sources: Folders with a ``records.jsonl`` and an ``environment.json``, or such record files; oldest first.
-        output: The HTML file to write. Its folder is made if it is not there.
+        sources: Record files, or folders with a ``records.jsonl`` and an ``environment.json``; oldest first.
+        output: The HTML file to write. Its folder is made if needed.
 
     Returns:
-        ``output``. Without any records it holds a page that says so.
+        ``output``. Without records the page says so.
 
     Raises:
-        WarploomError: A source holds no records file or one that cannot be read, or ``output`` cannot be written.
+        WarploomError: A source has no records file, or one that cannot be read, or ``output`` cannot be written.
     """
     from warploom.report.page import render
 

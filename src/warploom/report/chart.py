@@ -1,7 +1,7 @@
-"""Line charts as SVG, for the report and for texts: readable on a light and on a dark page, and small.
+"""Small line charts as SVG, for the report and the documentation, readable on light and dark pages.
 
-Words take the colour of what is around them, or a grey that reads on both pages. Each line is a group whose class
-is ``s`` and the number of its provider, so that a page can show and hide it.
+Text has the colour of the page's text, or a grey that is readable on both. The class of each line's group is ``s``
+and the number of its provider, so that a page can show and hide it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import chain, groupby
 from typing import Any
 
 from warploom.bench.records import LIMIT
-from warploom.report.labels import log_range, log_ticks, seconds, size
+from warploom.report.labels import choose_range, choose_ticks, format_seconds, format_size
 from warploom.report.palette import MUTED, Look
 from warploom.report.panels import Panel, Section
 
 Values = Mapping[Any, float | None]
-"""A number, or none, at each position."""
+"""A number or None at each position."""
 WIDTH, HEIGHT = 460, 215
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 24, 34
 _SHAPES = {
@@ -35,20 +35,20 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: lines by provider, over positions."""
+    """The lines of a chart by provider, over positions."""
 
     title: str
     xs: Sequence[Any]
     x_name: str
     lines: Mapping[str, Values]
     bands: Mapping[str, tuple[Values, Values]]
-    """Lower and upper edges."""
+    """Lower and upper edges of the band around each line."""
     share: bool = False
-    """Whether the axis is linear, in per cent, with a rule at 1; else it is logarithmic and in seconds."""
+    """True for a linear vertical axis in per cent, with a rule at 1; False for a logarithmic axis in seconds."""
 
 
-def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
-    """Time and share of the limit against size; none where no provider has a speed."""
+def make_charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
+    """Returns charts of time and of the share of the limit over sizes; none if no provider has a speed."""
     xs, at = panel.xs(mode), panel.at(mode)
     names = [name for name in reversed(section.providers) if name in at and name != LIMIT]  # ours last, on top
 
@@ -64,22 +64,22 @@ def charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
     return [c for c in drawn if any(any(line.values()) for name, line in c.lines.items() if name != LIMIT)]
 
 
-def chart_svg(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
-    """One chart as an SVG element; ``numbers`` are the providers' in the classes of their lines."""
-    return _element(_drawn(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
+def render_chart(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
+    """Returns a chart as an SVG element. ``numbers`` are the numbers of providers in the classes of lines."""
+    return _element(_draw(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
 
 
-def picture(
+def render_picture(
     columns: Sequence[Sequence[Chart]], heads: Sequence[str], title: str, styles: Mapping[str, Look]
 ) -> str:
-    """Charts in columns with heads, a title above and a legend below, as a file for a text."""
+    """Returns charts in columns with heads, a title above and a legend below, as an SVG file."""
     drawn = {n for column in columns for chart in column for n, line in chart.lines.items() if any(line.values())}
     width, legend = WIDTH * len(columns), [name for name in styles if name in drawn]
     parts = [_text(width // 2, 18, title, "middle", 14)]
     for i, (head, column) in enumerate(zip(heads, columns, strict=True)):
         parts.append(_text(i * WIDTH + WIDTH // 2, 42, head, "middle", 13))
         for j, chart in enumerate(column):
-            parts.append(f'<g transform="translate({i * WIDTH} {50 + j * HEIGHT})">{_drawn(chart, styles, {})}</g>')
+            parts.append(f'<g transform="translate({i * WIDTH} {50 + j * HEIGHT})">{_draw(chart, styles, {})}</g>')
     top = 50 + HEIGHT * max(map(len, columns)) + 14
     room = max([170, *(50 + 7 * len(name) for name in legend)])
     per_row = max(1, width // room)
@@ -97,11 +97,11 @@ def _element(body: str, width: int, height: int, title: str, colour: str = "") -
     return f'<svg xmlns="http://www.w3.org/2000/svg" {about}{more}>{body}</svg>'
 
 
-def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) -> str:
-    across, ticks_x = _across(chart)
+def _draw(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) -> str:
+    across, ticks_x = _place_xs(chart)
     edges = chain.from_iterable(chart.bands.values())
     ys = [y for line in (*chart.lines.values(), *edges) for y in line.values() if y]
-    up, ticks_y = _axis(chart.share, ys)
+    up, ticks_y = _place_ys(chart.share, ys)
     right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
     rules = "".join(f"M{LEFT} {y}H{right}" for y, _ in ticks_y) + "".join(f"M{x} {TOP}V{low}" for x, _ in ticks_x)
     parts = [f'<path d="{rules}" stroke="currentColor" stroke-opacity=".2" fill="none"/>']
@@ -114,14 +114,14 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
         _text(LEFT, 14, chart.title, "start", 12),
     ]
     for name, line in chart.lines.items():
-        runs = _runs([(across[x], up(y) if (y := line.get(x)) else None) for x in chart.xs])
+        runs = _split_runs([(across[x], up(y) if (y := line.get(x)) else None) for x in chart.xs])
         if not runs:
             continue
         look = styles[name]
         lower, upper = chart.bands.get(name, ({}, {}))
         both = {x for x in chart.xs if lower.get(x) and upper.get(x)}
         outline = [
-            _runs([(across[x], up(edge[x] or 0.0) if x in both else None) for x in chart.xs])
+            _split_runs([(across[x], up(edge[x] or 0.0) if x in both else None) for x in chart.xs])
             for edge in (lower, upper)
         ]
         outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*outline) if len(low) > 1)
@@ -133,8 +133,8 @@ def _drawn(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int])
     return "".join(parts)
 
 
-def _runs(points: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-    """A line without its gaps."""
+def _split_runs(points: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
+    """Split a line at its gaps."""
     return [list(run) for there, run in groupby(points, lambda point: point[1] is not None) if there]
 
 
@@ -162,8 +162,8 @@ def _text(x: int, y: int, words: str, anchor: str, points: int = 11) -> str:
     return f'<text {place} fill="currentColor">{escape(words)}</text>'
 
 
-def _across(chart: Chart) -> tuple[dict[Any, int], list[tuple[int, str]]]:
-    """Where positions stand, and ticks for them: as many with a label as there is room for."""
+def _place_xs(chart: Chart) -> tuple[dict[Any, int], list[tuple[int, str]]]:
+    """Place positions on the horizontal axis. Returns their pixels, and ticks with labels where they fit."""
     xs, width = list(chart.xs), WIDTH - LEFT - RIGHT - 24
     if all(isinstance(x, int | float) and x > 0 for x in xs) and len(xs) > 1:
         low, high = math.log(xs[0]), math.log(xs[-1])
@@ -173,21 +173,21 @@ def _across(chart: Chart) -> tuple[dict[Any, int], list[tuple[int, str]]]:
     ticks: list[tuple[int, str]] = []
     free = WIDTH
     for x in reversed(xs):
-        label = size(x)
+        label = format_size(x)
         fits = places[x] + 4 * len(label) < free
         ticks.append((places[x], label if fits else ""))
         free = places[x] - 4 * len(label) if fits else free
     return places, ticks
 
 
-def _axis(share: bool, ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
-    """Where values stand on the axis, and ticks for them."""
+def _place_ys(share: bool, ys: Sequence[float]) -> tuple[Callable[[float], int], list[tuple[int, str]]]:
+    """Place values on the vertical axis. Returns a function from a value to its pixel, and ticks."""
     scale: Callable[[float], float] = float if share else math.log
-    low, high = (0.0, 1.04 * max([1.0, *ys])) if share else map(math.log, log_range(ys))
+    low, high = (0.0, 1.04 * max([1.0, *ys])) if share else map(math.log, choose_range(ys))
 
     def up(y: float) -> int:
         return HEIGHT - BOTTOM - round((HEIGHT - BOTTOM - TOP) * (scale(y) - low) / (high - low))
 
     if share:
         return up, [(up(y), f"{y:.0%}") for y in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    return up, [(up(y), seconds(y)) for y in log_ticks(ys) if low <= math.log(y) <= high]
+    return up, [(up(y), format_seconds(y)) for y in choose_ticks(ys) if low <= math.log(y) <= high]

@@ -1,4 +1,4 @@
-"""How positions, times and modes are written, and where the ticks of a logarithmic axis stand."""
+"""Labels of positions, times and modes, and ticks of logarithmic axes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST = 9
 _MARGIN = 1.15
 
 
-def log_ticks(shown: Sequence[float]) -> list[float]:
-    """Choose round ticks for a logarithmic axis of positive values: the first is at most the smallest value."""
+def choose_ticks(shown: Sequence[float]) -> list[float]:
+    """Choose round ticks for a logarithmic axis of positive values. The first is at most the smallest value."""
     low, high = min(shown), max(shown)
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     ticks: list[float] = []
@@ -32,16 +32,16 @@ def log_ticks(shown: Sequence[float]) -> list[float]:
     return ticks
 
 
-def log_range(values: Sequence[float]) -> tuple[float, float]:
-    """Choose the ends of a logarithmic axis: the values and a margin, and so far that two ticks are seen."""
+def choose_range(values: Sequence[float]) -> tuple[float, float]:
+    """Choose the ends of a logarithmic axis, with a margin around the values, and so that two ticks are visible."""
     low, high = min(values) / _MARGIN, max(values) * _MARGIN
-    ticks = log_ticks(values)
+    ticks = choose_ticks(values)
     if sum(low <= tick <= high for tick in ticks) < 2:
         low, high = min(low, ticks[0]), max(high, ticks[-1])
     return low, high
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Write a time, given in seconds, with the unit that suits it."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale * 0.9999:
@@ -49,7 +49,7 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.4g} ns"
 
 
-def size(value: Any) -> str:
+def format_size(value: Any) -> str:
     """Write a size, with ``k`` for multiples of 1024."""
     if not isinstance(value, int | float):
         return str(value)
@@ -57,10 +57,10 @@ def size(value: Any) -> str:
 
 
 def sort_xs(values: Iterable[Any]) -> list[Any]:
-    """Sort positions, each once: numbers by size, other values behind them in the order in which they come."""
+    """Sort positions, each once: numbers by size, then other values in the order given."""
     return sorted(dict.fromkeys(values), key=lambda x: (0, x) if isinstance(x, int | float) else (1, 0))
 
 
-def mode_title(mode: str) -> str:
+def format_mode(mode: str) -> str:
     """Write a mode for a reader."""
     return MODES.get(mode, mode)

@@ -1,4 +1,4 @@
-"""The report's page: arranged records for the template."""
+"""The report's page: it prepares records for the template."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, load_environments, spell
-from warploom.report.chart import chart_svg, charts
-from warploom.report.labels import mode_title
-from warploom.report.palette import Look, looks
+from warploom.report.chart import make_charts, render_chart
+from warploom.report.labels import format_mode
+from warploom.report.palette import Look, choose_looks
 from warploom.report.panels import UNSET, Panel, Section, load_sections
-from warploom.report.published import published_table
-from warploom.report.rivals import counts, summaries, summary_table
+from warploom.report.published import make_published_table
+from warploom.report.rivals import count_states, make_summary_table, summarize
 from warploom.report.table import Table
-from warploom.report.tables import failures, metric_table, time_table
+from warploom.report.tables import group_failures, make_metric_table, make_time_table
 
 TITLE = "warploom report"
 
 
 def render(sources: Sequence[Path]) -> str:
-    """The page of some records; see `warploom.report.write_report`."""
+    """Returns the page of records as HTML; see `warploom.report.write_report`."""
     sections = load_sections(sources)
     points = [point for section in sections for point in section.points]
     known = {name: value for source in sources for name, value in load_environments(source).items()}
@@ -41,8 +41,8 @@ def render(sources: Sequence[Path]) -> str:
             warnings=_warnings([point.record for point in points], used),
             environments=used,
             facts=list(dict.fromkeys(facts)),
-            summary=summary_table([row for section in sections for row in summaries(section)]),
-            states=counts(points),
+            summary=make_summary_table([row for section in sections for row in summarize(section)]),
+            states=count_states(points),
             total=len(points),
             sections=[_section_view(section) for section in sections],
         )
@@ -51,7 +51,7 @@ def render(sources: Sequence[Path]) -> str:
 
 
 def _headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
-    """A line for each device and its versions, with the commits of the runs that were measured there."""
+    """Returns a line for each device with its versions, and the commits of the runs that were measured there."""
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
     marks = {"dirty": " with changes", "commit_given": " as given"}
     found: dict[str, set[str]] = {}
@@ -66,7 +66,7 @@ def _headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[s
 
 
 def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before comparing numbers of the page."""
+    """Returns warnings against comparing numbers of different environments or runs."""
     environment = f"The records are of {len(environments)} environments: compare times within a run alone."
     runs = len({record.run for record in records if record.ms})
     run = f"The times are of {runs} runs. Ratios are of one run each; what was measured in another has none."
@@ -75,7 +75,7 @@ def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str,
 
 def _section_view(section: Section) -> dict[str, Any]:
     """Prepare a section for the template."""
-    styles = looks(sorted([*section.providers, LIMIT]), section.emphasis)
+    styles = choose_looks(sorted([*section.providers, LIMIT]), section.emphasis)
     numbers = {name: i for i, name in enumerate(section.providers)}
     modes = list(dict.fromkeys(mode for panel in section.panels for mode in panel.modes))
     choices = {**section.choices, "mode": modes}
@@ -100,17 +100,23 @@ def _panel_view(
     labels = {name: panel.labels.get(name, UNSET) for name in section.choices} | {"mode": mode}
     others = any(name in section.others for name in panel.at(mode))
     more: list[tuple[str, Table | None]] = [
-        ("Bytes that must be moved (MiB)", metric_table(section, panel, mode, "min_bytes") if others else None),
-        ("Accuracy: largest error against float64 over its budget", metric_table(section, panel, mode, "accuracy")),
-        ("Peak memory (MiB)", metric_table(section, panel, mode, "peak_memory_mib")),
-        ("Published: by others on their GPUs (ms), not to be compared", published_table(section, panel, mode)),
+        (
+            "Bytes that must be moved (MiB)",
+            make_metric_table(section, panel, mode, "min_bytes") if others else None,
+        ),
+        (
+            "Accuracy: largest error against float64 over its budget",
+            make_metric_table(section, panel, mode, "accuracy"),
+        ),
+        ("Peak memory (MiB)", make_metric_table(section, panel, mode, "peak_memory_mib")),
+        ("Published: by others on their GPUs (ms), not to be compared", make_published_table(section, panel, mode)),
     ]
     return {
         "values": labels,
-        "label": " · ".join([mode_title(mode), *([panel.label] if panel.labels else [])]),
-        "charts": [chart_svg(chart, styles, numbers) for chart in charts(section, panel, mode)],
+        "label": " · ".join([format_mode(mode), *([panel.label] if panel.labels else [])]),
+        "charts": [render_chart(chart, styles, numbers) for chart in make_charts(section, panel, mode)],
         "command": section.command(panel, mode),
-        "time": time_table(section, panel, mode),
-        "failures": failures(panel, mode),
+        "time": make_time_table(section, panel, mode),
+        "failures": group_failures(panel, mode),
         "more": [(title, table) for title, table in more if table is not None],
     }

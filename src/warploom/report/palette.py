@@ -1,8 +1,7 @@
-"""How a provider looks: one colour, line and marker for it in every picture.
+"""The look of providers: each has the same colour, line and marker in every picture.
 
-The colours have a contrast of about 3 : 1 or more against white *and* against a dark page, so that a line is
-the same on both, and they stay apart for the common colour-vision deficiencies (after Okabe and Ito); the
-marker says it once more.
+The colours have a contrast of about 3 : 1 or more against a white *and* a dark page, and differ for the common
+colour-vision deficiencies (after Okabe and Ito). Markers differ too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from warploom.bench.records import LIMIT
 from warploom.ops.spec import KERNELS
 
 MUTED = "#787878"
-"""For text and rules of pictures that must read on both pages."""
+"""The colour of text and rules that must be readable on light and dark pages."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Look:
 
     colour: str
     marker: str
-    """``o``, ``s`` (square), ``d`` (diamond), ``^``, ``v``, ``+``, ``x``, or nothing."""
+    """``o``, ``s`` (square), ``d`` (diamond), ``^``, ``v``, ``+``, ``x``, or empty for none."""
     width: float = 1.6
     dotted: bool = False
 
@@ -37,11 +36,11 @@ _KNOWN = {
 }
 _OTHERS = ("#c0589a", "#a6761d", "#6b8e23", "#5f6caf", "#b5485d", "#8a7f00", "#7a5cff", "#1f7fc4")
 _MARKERS = {"": "o", "compile": "s", "graphs": "d"}
-"""Of models, by how they are compiled: what stands behind the plus in their names."""
+"""Markers of models by how they are compiled, which follows the plus in their names."""
 
 
-def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
-    """Give every provider its look: known names always the same, others as they come; ``emphasis`` is thick."""
+def choose_looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
+    """Choose the look of every provider: always the same for a known name. The line of ``emphasis`` is thick."""
     chosen: dict[str, Look] = {}
     strangers: list[str] = []
     for name in dict.fromkeys(providers):
@@ -58,7 +57,7 @@ def looks(providers: Iterable[str], emphasis: str) -> dict[str, Look]:
     return chosen
 
 
-def ordered(providers: Iterable[str], emphasis: str) -> list[str]:
+def sort_providers(providers: Iterable[str], emphasis: str) -> list[str]:
     """Sort providers for a reader: the emphasised one, ours, the baselines, others, and the limit last."""
     first = (emphasis, KERNELS, "torch_compile", "torch")
 

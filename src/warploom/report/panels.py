@@ -1,7 +1,7 @@
-"""Records arranged for a reader: a section for each bench, in it a panel for each combination of parameters.
+"""Records in the order of the report: a section for each bench, with a panel for each combination of parameters.
 
-The parameter that runs along the axis (`Bench.x`) varies inside a panel; a parameter that is the same
-everywhere belongs to the section; the others tell the panels apart.
+The parameter along the horizontal axis (`Bench.x`) varies inside a panel. A parameter that is the same in all cases
+belongs to the section. The others distinguish the panels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from warploom.bench.records import (
 from warploom.ops import benches
 from warploom.ops.spec import KERNELS, Bench
 from warploom.report.labels import MODES, sort_xs
-from warploom.report.palette import ordered
+from warploom.report.palette import sort_providers
 
 UNSET = "–"
 
@@ -39,32 +39,32 @@ STATES = ("ok", "disturbed", "incorrect", "oom", "unsupported", "error", "stale"
 
 @dataclass(frozen=True)
 class Point:
-    """One record and where it stands."""
+    """One record and its position in a panel."""
 
     record: Record
     x: Any
-    """Its value of the parameter along the axis."""
+    """The value of the parameter along the axis."""
     state: str
-    """The record's status, or ``stale`` for any record of other code."""
+    """The record's status, or ``stale`` for a record of other code."""
 
     @property
     def badge(self) -> str:
-        """One of `STATES`: the state, or ``disturbed`` for a speed that is doubtful."""
+        """One of `STATES`: the state, or ``disturbed`` for a doubtful speed."""
         return "disturbed" if self.state == "ok" and self.record.disturbed else self.state
 
     @property
     def ms(self) -> float | None:
-        """Median milliseconds; None for whatever is not a speed."""
+        """The median time in milliseconds; None if there is no speed."""
         return self.record.ms if self.state == "ok" else None
 
     @property
     def fraction(self) -> float | None:
-        """Share of the limit that was reached."""
+        """The share of the limit that was reached."""
         return self.record.limit_fraction if self.ms and self.record.provider != LIMIT else None
 
     @property
     def reason(self) -> str:
-        """Why there is no speed, or a doubtful one."""
+        """The reason why there is no speed, or a doubtful one."""
         if self.badge == "disturbed":
             return self.record.disturbed or ""
         if self.state == "stale":
@@ -78,18 +78,18 @@ class Panel:
 
     parameters: Mapping[str, Any]
     device: str
-    """The device's name where a section has several, else empty."""
+    """The device's name if the section has several devices, else empty."""
     points: tuple[Point, ...]
 
     @property
     def labels(self) -> dict[str, str]:
-        """What tells this panel from others, in words."""
+        """The values that distinguish this panel from others, as text by name."""
         labels = {name: spell(value) for name, value in self.parameters.items()}
         return labels | ({"device": self.device} if self.device else {})
 
     @property
     def label(self) -> str:
-        """The same as one text."""
+        """The labels as one text."""
         return " · ".join(f"{name} = {value}" for name, value in self.labels.items()) or "all cases"
 
     @cached_property
@@ -99,7 +99,7 @@ class Panel:
         return [*(m for m in MODES if m in found), *sorted(found - set(MODES))]
 
     def at(self, mode: str) -> dict[str, dict[Any, Point]]:
-        """The points of a mode, by provider and then by position."""
+        """Returns the points of a mode, by provider and then by position."""
         lines: dict[str, dict[Any, Point]] = {}
         for point in self.points:
             if point.record.mode == mode:
@@ -107,19 +107,18 @@ class Panel:
         return lines
 
     def xs(self, mode: str) -> list[Any]:
-        """The positions of a mode, ascending."""
+        """Returns the positions of a mode, ascending."""
         return sort_xs(point.x for point in self.points if point.record.mode == mode)
 
     def limits(self, mode: str) -> dict[Any, float]:
-        """The measured limit in ms at each position that has one."""
+        """Returns the measured limit in milliseconds at each position that has one."""
         limit = self.at(mode).get(LIMIT, {})
         return {x: ms for x in self.xs(mode) if x in limit and (ms := limit[x].ms)}
 
     def rival(self, mode: str, x: Any, section: Section) -> Pair | None:
-        """Ours at a position as A, and the fastest of all others that were right in the same run as B.
+        """Returns ours at a position as A, with the fastest correct alternative of the same run as B.
 
-        Its ratio says how many times as long the other took. None where either is missing, doubtful or of another
-        run.
+        The pair's ratio is the alternative's time over ours. None if either is missing, doubtful or of another run.
         """
         line = {name: points[x] for name, points in self.at(mode).items() if x in points}
         ours = next((line[name] for name in section.own_names if name in line and line[name].ms), None)
@@ -138,7 +137,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """One bench: what its cases share, and its panels."""
+    """One bench: the constants of its cases, and its panels."""
 
     operator: str
     title: str
@@ -146,9 +145,9 @@ class Section:
     constants: Mapping[str, Any]
     panels: tuple[Panel, ...]
     emphasis: str
-    """The provider that stands for the operator; see `own_provider`."""
+    """The provider that is the operator itself; see `own_provider`."""
     others: tuple[str, ...] = ()
-    """Providers of other functions, timed beside it."""
+    """Providers of other functions."""
 
     @property
     def points(self) -> list[Point]:
@@ -157,19 +156,19 @@ class Section:
 
     @cached_property
     def providers(self) -> list[str]:
-        """Every provider, in reading order."""
-        return ordered((point.record.provider for point in self.points), self.emphasis)
+        """Every provider, in the order of the report."""
+        return sort_providers((point.record.provider for point in self.points), self.emphasis)
 
     @cached_property
     def own_names(self) -> list[str]:
-        """What stands for the operator, the first that has a time in a case: one, or several ways to compile it."""
+        """The providers that are the operator itself, compiled in several ways. The first with a time counts."""
         if "+" not in "".join(self.providers):
             return [self.emphasis]
         return [f"{self.emphasis}{ending}" for ending in ("+graphs", "+compile", "")]
 
     @cached_property
     def rivals(self) -> list[str]:
-        """The providers that ours is compared with: all that are not ours, not the limit and no other function."""
+        """The providers that ours is compared with: all but ours, the limit and other functions."""
         out = [self.emphasis, LIMIT, *self.others]
         if self.emphasis.startswith(KERNELS):
             out += [name for name in self.providers if name.startswith(KERNELS)]
@@ -177,16 +176,16 @@ class Section:
 
     @cached_property
     def choices(self) -> dict[str, list[str]]:
-        """What tells the panels apart: names with the values that occur, `UNSET` where a panel has none."""
+        """The values that distinguish the panels, by name; `UNSET` for a panel without a value."""
         names = dict.fromkeys(name for panel in self.panels for name in panel.labels)
         return {name: list(dict.fromkeys(panel.labels.get(name, UNSET) for panel in self.panels)) for name in names}
 
     def short(self, panel: Panel) -> str:
-        """A panel's label; only the value where one name tells all panels apart."""
+        """Returns a panel's label, or only its value if one name distinguishes all panels."""
         return next(iter(panel.labels.values())) if len(self.choices) == 1 and panel.labels else panel.label
 
     def command(self, panel: Panel, mode: str) -> str:
-        """The command line that measures a panel's mode again."""
+        """Returns the command line that measures a panel's mode again."""
         bench = benches().get(self.operator.replace("_", "-"))
         run = (bench and bench.command) or f"warploom bench {self.operator.replace('_', '-')}"
         if not run.startswith("warploom bench"):
@@ -203,39 +202,39 @@ class Section:
         return shlex.join([*words, "--mode", mode])
 
 
-Entry = tuple[Record, str, str]
+_RecordState = tuple[Record, str, str]
 """A record, its device, and its state."""
 
 
 def load_sections(sources: Sequence[Path]) -> list[Section]:
-    """Read records, of sources as `warploom.report.write_report` takes them, and arrange them."""
+    """Read and arrange the records of sources, which are those of `warploom.report.write_report`."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     devices = {name: device_name(environment) for name, environment in known.items()}
     return arrange(load(sources), devices)
 
 
 def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None) -> list[Section]:
-    """Arrange records for a reader.
+    """Arrange records in sections and panels.
 
-    Of several records of the same case, mode, provider and device the last counts, but a stale one
-    never before a fresh one.
+    Of several records of the same case, mode, provider and device the last one counts, unless it is stale and an
+    earlier one is not.
 
     Args:
-        records: Oldest first.
-        devices: Names of devices by the records' environments. Without it, the records were just made: they are
-            of one device, and of the present code.
+        records: Records, oldest first.
+        devices: Names of devices by the records' environments. None for new records, which are of one device and of
+            the present code.
 
     Returns:
         A section for each bench: those of the registry in its order, then any others.
     """
-    kept: dict[tuple[str, ...], Entry] = {}
+    kept: dict[tuple[str, ...], _RecordState] = {}
     for record in records:
         device = "" if devices is None else devices.get(record.environment, device_name({}))
         key = (record.operator, json.dumps(record.case, sort_keys=True), record.provider, record.mode, device)
         state = "stale" if devices is not None and is_stale(record) else record.status
         if key not in kept or state != "stale" or kept[key][2] == "stale":
             kept[key] = (record, device, state)
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[_RecordState]] = {}
     for entry in kept.values():
         groups.setdefault(entry[0].operator, []).append(entry)
     known = {bench.record_name: bench for bench in benches().values()}
@@ -243,11 +242,11 @@ def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None)
     return [_section(name, groups[name], known.get(name)) for name in names]
 
 
-def _section(operator: str, entries: Sequence[Entry], bench: Bench | None) -> Section:
+def _section(operator: str, entries: Sequence[_RecordState], bench: Bench | None) -> Section:
     cases = [record.case for record, _, _ in entries]
     x = bench.x if bench else _axis(cases)
     parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
-    parameters = [name for name in parameters if not _follows(cases, name)]
+    parameters = [name for name in parameters if not _is_determined(cases, name)]
     constants = {name: cases[0].get(name) for name in parameters if _count(cases, name) == 1}
     several = len({device for _, device, _ in entries}) > 1
     panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
@@ -273,14 +272,14 @@ def _section(operator: str, entries: Sequence[Entry], bench: Bench | None) -> Se
 
 
 def _axis(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Guess the parameter along the axis of a bench that the registry does not know."""
+    """Guess the parameter along the axis, for a bench that is not in the registry."""
     names = sorted({name for case in cases for name in case})
     likely = [name for name in ("n", "m") if name in names]
     return likely[0] if likely else max(names, key=lambda name: _count(cases, name), default="n")
 
 
-def _follows(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether a parameter is a list that the others determine, as a grid's sizes follow from its tokens."""
+def _is_determined(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """True if a parameter is a list that the others determine, as tokens determine the sizes of a grid."""
     if not any(isinstance(case.get(name), list) for case in cases):
         return False
     whole = {json.dumps(case, sort_keys=True) for case in cases}

@@ -1,4 +1,4 @@
-"""The figures that others published, read from the CSV files beside this module (``published/README.md``)."""
+"""Figures that others have published, read from the CSV files beside this module (``published/README.md``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from warploom.bench.records import spell
 from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Section
-from warploom.report.table import Table, number
+from warploom.report.table import Table, format_number
 
 FOLDER = Path(__file__).with_name("published")
 
@@ -22,40 +22,40 @@ class Published:
     """One published number."""
 
     gpu: str
-    """Their GPU; ``GPU not stated`` where they do not say."""
+    """The GPU of the publication, or ``GPU not stated``."""
     operator: str
     metric: str
     """``speed`` (milliseconds) or ``memory`` (peak MiB)."""
     mode: str
     provider: str
     value: float | None
-    """``None`` where they report an error."""
+    """The number, or None if the publication reports an error."""
     case: Mapping[str, Any] = field(hash=False)
-    """The parameters they state, the one along the axis included, under our names and values."""
+    """The parameters of the publication, including the one along the axis, by our names and values."""
 
     def matches(self, operator: str, mode: str, case: Mapping[str, Any], ignore: str = "") -> bool:
-        """Whether this is about the same problem: every parameter that both name, but ``ignore``, has one value."""
+        """True if this is the same problem: each parameter that both have, except ``ignore``, is equal."""
         same = all(case.get(name, value) == value for name, value in self.case.items() if name != ignore)
         return same and (operator, mode) == (self.operator, self.mode)
 
 
 @cache
-def published() -> tuple[Published, ...]:
+def read_published() -> tuple[Published, ...]:
     """Read every published figure, in the order of the files and their lines."""
     return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _rows(path))
 
 
-def published_table(section: Section, panel: Panel, mode: str) -> Table | None:
-    """Published times of a panel's problems, in which every parameter but the one along the axis agrees."""
+def make_published_table(section: Section, panel: Panel, mode: str) -> Table | None:
+    """Returns published times of a panel's problems: all parameters but the one along the axis are equal."""
     case = {**section.constants, **panel.parameters}
-    rows = [row for row in published() if row.metric == "speed" and section.x in row.case]
+    rows = [row for row in read_published() if row.metric == "speed" and section.x in row.case]
     rows = [row for row in rows if row.matches(section.operator, mode, case, ignore=section.x)]
     if not rows:
         return None
     cells = {(row.case[section.x], f"{row.provider} ({row.gpu})"): row.value for row in rows}
     names = list(dict.fromkeys(name for _, name in cells))
     found = [
-        [spell(x), *("" if (x, name) not in cells else number(cells[x, name]) or "failed" for name in names)]
+        [spell(x), *("" if (x, name) not in cells else format_number(cells[x, name]) or "failed" for name in names)]
         for x in sort_xs(x for x, _ in cells)
     ]
     return Table.of([section.x, *names], found)

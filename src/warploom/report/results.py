@@ -1,4 +1,4 @@
-"""Measuring from Python: the benches of an operator, or any functions that should compute the same."""
+"""Measuring from Python: the benches of an operator, or any functions with the same results."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ Function = Callable[..., Outputs]
 
 @dataclass(frozen=True)
 class Results:
-    """What a bench came to. Printed, it is its tables."""
+    """The results of a bench. Printed, they are tables."""
 
     bench: Bench
     outcome: Outcome
     folder: Path
-    """Where ``records.jsonl`` and ``environment.json`` are."""
+    """The folder of ``records.jsonl`` and ``environment.json``."""
     device: torch.device
     _kept: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def records(self) -> list[Record]:
-        """One for each case, mode and provider, the provider ``limit`` included."""
+        """A record for each case, mode and provider, including the provider ``limit``."""
         return self.outcome.records
 
     @property
     def ok(self) -> bool:
-        """Whether the provider that stands for the operator was right and timed in every case."""
+        """True if the operator's own provider was right and timed in every case."""
         return not self.outcome.left and not self.outcome.failed([self.bench], self.device.type)
 
     def __str__(self) -> str:
-        """Tables of times and memory, sizes down and providers across, and the reasons of failures."""
-        from warploom.report import terminal
+        """Returns tables of times and memory, by size and provider, and the reasons of failures."""
+        from warploom.report import render_terminal
 
-        return terminal(self.records)
+        return render_terminal(self.records)
 
     def report(self, path: str | Path) -> Path:
-        """Write the HTML report; needs jinja2, of the extra ``warploom[bench]``.
+        """Write the HTML report. Needs jinja2, of the extra ``warploom[bench]``.
 
         Args:
             path: The file to write.
 
         Returns:
-            The same.
+            The file's path.
         """
         from warploom.report import write_report
 
@@ -81,22 +81,22 @@ def run_bench(
 
     Args:
         bench: One of `warploom.ops.benches`, or your own.
-        suite: Which of its suites.
-        modes: ``fwd``, ``bwd``, and on a GPU ``fwd_graph`` (replays of a captured graph). By default its own.
+        suite: The name of one of its suites.
+        modes: ``fwd``, ``bwd``, and on a GPU ``fwd_graph`` (replays of a captured graph); its own by default.
         providers: Names of its providers; all by default.
-        case: For a parameter of the cases, the values that are wanted.
-        dtypes: Run the cases in these dtypes, not in their own.
-        device: ``auto`` is the GPU if there is one.
-        output: A folder for the records, which are added to what is there. By default one that lasts as long as
-            what is returned.
-        resume: Leave out what ``output`` has from the same code in the same environment.
-        time_limit: Seconds after which no further case is begun.
+        case: Values of parameters, to select cases.
+        dtypes: Dtypes to run the cases in, instead of their own.
+        device: The device; ``auto`` for the GPU if there is one.
+        output: A folder for the records, which are added to those in it. By default a temporary folder, which is
+            deleted with the results.
+        resume: Skip what ``output`` already has from the same code in the same environment.
+        time_limit: Seconds after which no further case is started.
 
     Returns:
         The results, with tables and a report.
 
     Raises:
-        ArgumentError: The selection fits nothing, or a bench of your own takes a name of warploom's.
+        ArgumentError: The selection is empty, or a bench of your own has a name of warploom's.
 
     Example:
         ```python
@@ -135,24 +135,24 @@ def time_functions(
 ) -> Results:
     """Time functions that should compute the same, as the benches of the operators are timed.
 
-    A function whose results miss the error budget has no speed: its largest error against ``reference`` in
-    float64 may be twice that of ``reference`` in the inputs' own dtypes, plus the rounding of the output; so
-    may its root mean square, and that of a block twice as much.
+    A function whose results exceed the error budget has no speed. Its largest error against ``reference`` in
+    float64 may be twice that of ``reference`` in the inputs' own dtypes, plus the rounding of the output. The same
+    holds for its root-mean-square error, and, with twice the budget, for that of each block.
 
     Args:
-        functions: By name; each is called as ``f(**inputs)``. The first is the one that is drawn thick.
-        make_inputs: Called as ``make_inputs(**case)``; returns arguments by name. Its tensors may be on the CPU
-            and are moved. For the mode ``bwd``, those that want a gradient require it.
-        cases: Parameters of the cases, JSON values. The first parameter runs down the tables and along the axis.
-        reference: The definition in plain PyTorch; must work in float64.
-        name: What the report calls it all; also the records' operator.
+        functions: The functions by name, called as ``f(**inputs)``. The first is drawn thick.
+        make_inputs: Returns arguments by name, called as ``make_inputs(**case)``. Its tensors are moved to the
+            device. For the mode ``bwd``, tensors that need a gradient require it.
+        cases: Parameters of the cases, JSON values. The first parameter is that of the rows and of the axis.
+        reference: The definition in plain PyTorch, which must work in float64.
+        name: The name in the report and in the records.
         modes: ``fwd``, ``bwd``, ``fwd_graph``.
-        traffic: The fewest bytes of a case in a mode, and its operations. By default every input and every output
-            is moved once (and in the backward pass every input and gradient), and arithmetic costs nothing.
-        device: ``auto`` is the GPU if there is one.
-        output: A folder for the records; by default one that lasts as long as what is returned.
-        resume: Leave out what ``output`` has from the same code in the same environment.
-        time_limit: Seconds after which no further case is begun.
+        traffic: Returns the least bytes and the operations of a case in a mode. By default every input and output
+            is moved once (in the backward every input and gradient), and operations are not counted.
+        device: The device; ``auto`` for the GPU if there is one.
+        output: A folder for the records; by default a temporary folder, which is deleted with the results.
+        resume: Skip what ``output`` already has from the same code in the same environment.
+        time_limit: Seconds after which no further case is started.
 
     Returns:
         The results, with tables and a report.
@@ -180,7 +180,7 @@ def time_functions(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             made = make_inputs(**case)
-        return {key: _moved(value, device) for key, value in made.items()}
+        return {key: _move(value, device) for key, value in made.items()}
 
     name = name.replace("_", "-")
     operator = Operator(name.replace("-", "_"), next(iter(functions.values())), reference, inputs_of, ())
@@ -188,8 +188,8 @@ def time_functions(
         name=name,
         operator=operator,
         suites={"quick": lambda device_type: list(cases)},
-        providers={key: functools.partial(_given, function) for key, function in functions.items()},
-        traffic=traffic or functools.partial(_traffic, operator),
+        providers={key: functools.partial(_return_function, function) for key, function in functions.items()},
+        traffic=traffic or functools.partial(_count_traffic, operator),
         title=" · ".join(functions),
         x=next(iter(cases[0]), "n"),
         modes=tuple(dict.fromkeys(mode.removesuffix("_graph") for mode in modes)),
@@ -199,21 +199,21 @@ def time_functions(
     return run_bench(bench, modes=modes, device=device, output=output, resume=resume, time_limit=time_limit)
 
 
-def _given(function: Function, case: Case) -> Function:
+def _return_function(function: Function, case: Case) -> Function:
     return function
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """A tensor on a device, a leaf that requires a gradient if it did; anything else as it is."""
+def _move(value: Any, device: torch.device | str) -> Any:
+    """Returns a tensor as a leaf on a device, which requires a gradient as before; any other value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 
-def _traffic(operator: Operator, case: Case, mode: str) -> Traffic:
-    """Every input and every output moved once; in the backward pass the gradients instead of the outputs."""
+def _count_traffic(operator: Operator, case: Case, mode: str) -> Traffic:
+    """Returns the bytes of moving every input and output once; in the backward gradients instead of outputs."""
     inputs = operator.make_inputs(case, torch.device("cpu"), torch.Generator())
-    shapes = {key: _moved(value, "meta") for key, value in inputs.items()}
+    shapes = {key: _move(value, "meta") for key, value in inputs.items()}
     try:
         outputs = as_tuple(operator.reference(**shapes))
     except Exception as error:  # whatever the user's own code cannot do without values
@@ -221,11 +221,11 @@ def _traffic(operator: Operator, case: Case, mode: str) -> Traffic:
             f"time_functions: give traffic; sizes of the outputs cannot be worked out without values ({error})"
         ) from error
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
-    read, written = _bytes(tensors), _bytes(outputs)
+    read, written = _count_bytes(tensors), _count_bytes(outputs)
     if mode == "bwd":
-        read, written = read + written, _bytes([tensor for tensor in tensors if tensor.requires_grad])
+        read, written = read + written, _count_bytes([tensor for tensor in tensors if tensor.requires_grad])
     return Traffic.of_bytes(read, written)
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What a user wants to know first: ours beside the fastest correct alternative of the same run, losses included."""
+"""The summary: ours beside the fastest correct alternative of the same run, losses included."""
 
 from __future__ import annotations
 
@@ -15,70 +15,72 @@ from warploom.report.table import Cell, Table
 
 @dataclass(frozen=True)
 class Summary:
-    """A mode of a bench on a device; None where nothing was measured."""
+    """The summary of one mode of a bench on one device."""
 
     operator: str
     mode: str
     device: str
     shares: list[float]
-    """Shares of the limit, ascending."""
+    """The shares of the limit, ascending."""
     worst_at: str
+    """The case of the least share."""
     pairs: list[Pair]
-    """Each case that could be compared, with the fastest alternative."""
+    """Ours and the fastest alternative, for each case that can be compared."""
     host_us: float | None
+    """The median host time in microseconds; None if it was not measured."""
     counts: dict[str, int]
-    """Cases by badge."""
+    """The number of cases by badge."""
 
     @property
     def lost(self) -> int:
-        """Cases in which an alternative is faster by more than the spread."""
+        """The number of cases in which an alternative is faster by more than the spread."""
         return sum(pair.verdict == "faster" for pair in self.pairs)
 
     @property
     def level(self) -> int:
-        """Cases in which the difference is inside the spread."""
+        """The number of cases in which the difference is inside the spread."""
         return sum(pair.verdict == "same" for pair in self.pairs)
 
     @property
     def ratios(self) -> str:
-        """Median and range of the alternatives' times over ours."""
+        """The median and range of the alternatives' times over ours, as text."""
         ratios = sorted(pair.ratio for pair in self.pairs)
         if not ratios:
             return ""
         if len(ratios) == 1:
-            return against(ratios[0])
-        return f"{against(median(ratios))} ({against(ratios[0])} … {against(ratios[-1])})"
+            return format_ratio(ratios[0])
+        return f"{format_ratio(median(ratios))} ({format_ratio(ratios[0])} … {format_ratio(ratios[-1])})"
 
     @property
     def alternatives(self) -> str:
-        """Who was the fastest alternative, most often first."""
+        """The two providers that were most often the fastest alternative."""
         return ", ".join(name for name, _ in Counter(pair.b.provider for pair in self.pairs).most_common(2))
 
 
-def against(ratio: float) -> str:
-    """A ratio for a reader: two digits behind the point below ten, so that 0.95 does not become 1."""
+def format_ratio(ratio: float) -> str:
+    """Returns a ratio as text, with two decimals below ten, so that 0.95 does not become 1."""
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
 
 
-def counts(points: Iterable[Point]) -> dict[str, int]:
-    """Count points by badge; the badges that occur, in the order of `STATES`."""
+def count_states(points: Iterable[Point]) -> dict[str, int]:
+    """Count points by badge, in the order of `STATES`. Badges without points are left out."""
     counted = Counter(point.badge for point in points)
     return {state: counted[state] for state in STATES if counted[state]}
 
 
-def summaries(section: Section) -> list[Summary]:
-    """Sum up a section: one for each device and mode."""
+def summarize(section: Section) -> list[Summary]:
+    """Summarize each mode of a section on each device."""
     found = []
     for device in dict.fromkeys(panel.device for panel in section.panels):
         for mode in dict.fromkeys(mode for panel in section.panels for mode in panel.modes):
             panels = [panel for panel in section.panels if panel.device == device and mode in panel.modes]
             if panels:
-                found.append(summary(section, panels, device, mode))
+                found.append(summarize_mode(section, panels, device, mode))
     return found
 
 
-def summary(section: Section, panels: Sequence[Panel], device: str, mode: str) -> Summary:
-    """Sum up a mode of some panels."""
+def summarize_mode(section: Section, panels: Sequence[Panel], device: str, mode: str) -> Summary:
+    """Summarize a mode of some panels."""
     own: list[tuple[Panel, Point]] = []
     pairs = []
     for panel in panels:
@@ -103,12 +105,12 @@ def summary(section: Section, panels: Sequence[Panel], device: str, mode: str) -
         worst_at=worst_at,
         pairs=pairs,
         host_us=median(hosts) if hosts else None,
-        counts=counts(point for _, point in own),
+        counts=count_states(point for _, point in own),
     )
 
 
-def summary_table(rows: Sequence[Summary]) -> Table:
-    """Summaries as a table: share of the limit, and the alternatives' times over ours; none of the others alone."""
+def make_summary_table(rows: Sequence[Summary]) -> Table:
+    """Returns summaries as a table: the share of the limit, and the alternatives' times over ours."""
     heads = ["operator", "mode", "of the limit", "worst", "fastest alternative", "its time / ours"]
     heads += ["lost / level / compared", "cases"]
     found = []

@@ -15,47 +15,47 @@ class Cell:
 
     text: str
     state: str = ""
-    """The badge of a result that is not a speed, or a doubtful one; empty for one that is."""
+    """The badge of a result without a speed, or with a doubtful one; else empty."""
     reason: str = ""
     ours: bool = False
     share: float | None = None
-    """Shades the cell, from 0 to 1."""
+    """The length of the cell's shading, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Column heads and rows; the first cells of a row are words, the others numbers."""
+    """Column heads and rows. The first cells of a row are words, the others numbers."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     notes: Sequence[str] = ()
-    """Lines below it."""
+    """Lines of text below the table."""
     words: int = 1
-    """How many columns are words."""
+    """The number of columns of words."""
 
     @classmethod
     def of(cls, heads: Sequence[str], rows: Sequence[Sequence[str]], **more: object) -> Table:
-        """A table of plain texts."""
+        """Returns a table of plain texts."""
         return cls(heads, [[Cell(text) for text in row] for row in rows], **more)  # type: ignore[arg-type]
 
-    def dense(self) -> Table:
-        """The same without the columns in which nothing stands."""
+    def drop_empty_columns(self) -> Table:
+        """Returns the table without its empty columns."""
         keep = [i for i in range(len(self.heads)) if any(row[i].text or row[i].state for row in self.rows)]
         rows = [[row[i] for i in keep] for row in self.rows]
         return Table([self.heads[i] for i in keep], rows, self.title, self.notes, self.words)
 
 
-def number(value: float | None) -> str:
-    """Four significant digits, never an exponent; nothing for none."""
+def format_number(value: float | None) -> str:
+    """Returns a number with four significant digits and no exponent, as text; empty for None."""
     if value is None:
         return ""
     magnitude = math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:.{min(max(3 - magnitude, 0), 6)}f}"
 
 
-def text(tables: Sequence[Table], width: int = 80) -> str:
-    """Tables for a terminal of some width; long heads are folded, and what does not fit stands below the rest."""
+def render_text(tables: Sequence[Table], width: int = 80) -> str:
+    """Returns tables as text for a terminal of some width. Columns that do not fit are put below the others."""
     from rich import box
     from rich.console import Console, JustifyMethod
     from rich.table import Table as Drawn
@@ -70,9 +70,9 @@ def text(tables: Sequence[Table], width: int = 80) -> str:
             for column in columns:
                 wordy = any(not _is_number(row[column].text) for row in table.rows)
                 side: JustifyMethod = "left" if column < table.words and wordy else "right"
-                drawn.add_column(_folded(table.heads[column]), justify=side, overflow="fold")
+                drawn.add_column(_fold(table.heads[column]), justify=side, overflow="fold")
             for row in table.rows:
-                drawn.add_row(*(shown(row[column]) for column in columns))
+                drawn.add_row(*(format_cell(row[column]) for column in columns))
             console.print(drawn)
         for note in table.notes:
             out.write(textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") + "\n")
@@ -81,9 +81,9 @@ def text(tables: Sequence[Table], width: int = 80) -> str:
 
 
 def _columns(table: Table, width: int) -> list[list[int]]:
-    """Columns in groups that fit, each with the words at the beginning of the rows."""
+    """Returns columns in groups that fit the width, each with the columns of words first."""
     lengths = [
-        max(map(len, "\n".join([_folded(head), *(shown(row[i]) for row in table.rows)]).split("\n"))) + 2
+        max(map(len, "\n".join([_fold(head), *(format_cell(row[i]) for row in table.rows)]).split("\n"))) + 2
         for i, head in enumerate(table.heads)
     ]
     first = list(range(table.words))
@@ -97,8 +97,8 @@ def _columns(table: Table, width: int) -> list[list[int]]:
     return groups
 
 
-def shown(cell: Cell) -> str:
-    """A cell's text, or what there is in the place of one."""
+def format_cell(cell: Cell) -> str:
+    """Returns a cell's text, or its state if it has none."""
     return cell.text + ("*" if cell.state == "disturbed" else "") if cell.text else cell.state
 
 
@@ -106,7 +106,7 @@ def _is_number(words: str) -> bool:
     return words.replace(".", "", 1).isdigit()
 
 
-def _folded(name: str, longest: int = 11) -> str:
-    """A column's name, broken before its last word where it is long."""
+def _fold(name: str, longest: int = 11) -> str:
+    """Returns a column's name, broken before its last word if it is long."""
     start, gap, end = name.rpartition(" " if " " in name else "_")
     return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name

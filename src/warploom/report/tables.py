@@ -1,4 +1,4 @@
-"""A panel's measurements as tables."""
+"""Tables of a panel's measurements."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from warploom.bench.records import LIMIT, Record, spell
 from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Point, Section, arrange
-from warploom.report.rivals import against
-from warploom.report.table import Cell, Table, number
+from warploom.report.rivals import format_ratio
+from warploom.report.table import Cell, Table, format_number
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONGEST_NOTE = 200
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Results without a speed, or with a doubtful one, that share their reason."""
+class FailureGroup:
+    """Results of one provider without a speed, or with a doubtful one, for the same reason."""
 
     state: str
     provider: str
@@ -26,25 +26,25 @@ class Failure:
     reason: str
 
 
-def tables_of(records: Sequence[Record]) -> list[Table]:
-    """The tables of records that were just made: times, and memory where it was counted."""
+def make_tables(records: Sequence[Record]) -> list[Table]:
+    """Returns tables of new records: times, and memory if it was measured."""
     found = []
     for section in arrange(records):
         for panel in section.panels:
             for mode in panel.modes:
                 title = _title(section, panel, mode)
-                time = time_table(section, panel, mode)
+                time = make_time_table(section, panel, mode)
                 notes = [*time.notes, *_notes(section, panel, mode)]
                 found.append(replace(time, title=f"{title}  ms", notes=notes))
-                memory = metric_table(section, panel, mode, "peak_memory_mib")
+                memory = make_metric_table(section, panel, mode, "peak_memory_mib")
                 found += [] if memory is None else [replace(memory, title=f"{title}  peak MiB")]
     return found
 
 
 def _notes(section: Section, panel: Panel, mode: str) -> list[str]:
-    """One line for each different failure or disturbance."""
+    """Returns a line for each different failure or disturbance."""
     several: dict[tuple[str, str], list[str]] = {}
-    for failure in failures(panel, mode):
+    for failure in group_failures(panel, mode):
         everywhere = failure.places == ", ".join(map(spell, panel.xs(mode)))
         place = failure.provider if everywhere else f"{failure.provider} at {section.x} = {failure.places}"
         several.setdefault((failure.state, failure.reason), []).append(place)
@@ -59,22 +59,22 @@ def _title(section: Section, panel: Panel, mode: str) -> str:
     return "  ".join(filter(None, [section.operator, mode, _DTYPES.get(dtype, dtype), *words, panel.device]))
 
 
-def time_table(section: Section, panel: Panel, mode: str) -> Table:
-    """Show every provider's median, the limit, ours' share of it and rates, and the fastest alternative's ratio.
+def make_time_table(section: Section, panel: Panel, mode: str) -> Table:
+    """Returns a table of every provider's median time, the limit, and our share, rates and fastest alternative.
 
-    What has no speed has a badge in its place.
+    A result without a speed is shown by its badge.
     """
     lines = panel.at(mode)
     limits = panel.limits(mode)
 
     def cell(point: Point) -> Cell:
         if point.badge != "ok":
-            return Cell(number(point.ms), point.badge, point.reason)
+            return Cell(format_number(point.ms), point.badge, point.reason)
         if point.record.late:
             late = f"the host was not ahead in {point.record.late} of {point.record.rounds} rounds"
-            return Cell(f"{number(point.ms)}†", reason=late)
+            return Cell(f"{format_number(point.ms)}†", reason=late)
         wall = (point.record.details or {}).get("clock") == "wall"
-        return Cell(number(point.ms) + "‡" * wall)
+        return Cell(format_number(point.ms) + "‡" * wall)
 
     table = _by_provider(section, panel, mode, cell)
     rows = []
@@ -82,20 +82,20 @@ def time_table(section: Section, panel: Panel, mode: str) -> Table:
         ours = next((lines[name][x] for name in section.own_names if x in lines.get(name, {})), None)
         pair = panel.rival(mode, x, section)
         verdict = {"faster": "", "same": " level"}.get(pair.verdict, "") if pair else ""
-        best = Cell(f"{pair.b.provider} {against(pair.ratio)}{verdict}" if pair else "")
-        # What was reached: the fewest bytes over the time, the fewest operations over the time.
+        best = Cell(f"{pair.b.provider} {format_ratio(pair.ratio)}{verdict}" if pair else "")
+        # The rates that were reached: least bytes over time, and operations over time.
         rates = [_rate(ours, "min_bytes", 1e6), _rate(ours, "flops", 1e9)]
         share = (ours and ours.fraction) or None
         shaded = Cell(f"{share:.0%}", share=min(share, 1.0)) if share else Cell("")
-        rows.append([*row, Cell(number(limits.get(x))), shaded, best, *rates])
+        rows.append([*row, Cell(format_number(limits.get(x))), shaded, best, *rates])
     heads = [*table.heads, LIMIT, "of the limit", "fastest other / ours", "GB/s", "TFLOP/s"]
     marks = {"†": "the host was not always ahead of the device", "‡": "by the wall clock, the host's time included"}
     notes = [f"{mark} {words}" for mark, words in marks.items() if any(mark in c.text for row in rows for c in row)]
-    return replace(Table(heads, rows).dense(), notes=notes)
+    return replace(Table(heads, rows).drop_empty_columns(), notes=notes)
 
 
-def metric_table(section: Section, panel: Panel, mode: str, metric: str) -> Table | None:
-    """Show ``peak_memory_mib``, ``min_bytes`` or ``accuracy`` of every provider; None if none has it.
+def make_metric_table(section: Section, panel: Panel, mode: str, metric: str) -> Table | None:
+    """Returns a table of ``peak_memory_mib``, ``min_bytes`` or ``accuracy``; None if no provider has it.
 
     Accuracy is the largest error against float64 over its budget.
     """
@@ -112,17 +112,17 @@ def metric_table(section: Section, panel: Panel, mode: str, metric: str) -> Tabl
         return Cell("") if value is None else Cell(f"{value / 2**20 if metric == 'min_bytes' else value:,.1f}")
 
     table = _by_provider(section, panel, mode, cell)
-    return table.dense() if any(cell.text for row in table.rows for cell in row[1:]) else None
+    return table.drop_empty_columns() if any(cell.text for row in table.rows for cell in row[1:]) else None
 
 
-def failures(panel: Panel, mode: str) -> list[Failure]:
-    """List what has no speed or a doubtful one, and why."""
+def group_failures(panel: Panel, mode: str) -> list[FailureGroup]:
+    """Group the results without a speed, or with a doubtful one, by reason."""
     found: dict[tuple[str, str, str], list[Any]] = {}
     for point in panel.points:
         if point.record.mode == mode and point.badge != "ok":
             found.setdefault((point.badge, point.record.provider, point.reason), []).append(point.x)
     return [
-        Failure(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
+        FailureGroup(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
         for (state, provider, reason), places in found.items()
     ]
 
