@@ -287,12 +287,19 @@ def test_parts_cover_both_directions_of_a_model(attention: str, position: str, p
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_is_counted_and_recorded() -> None:
+def test_on_a_gpu_memory_is_counted_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     bench = replace(BENCH, suites={"quick": lambda device: [CASE | {"dtype": "bfloat16"}]})
     selection = Selection(modes=["train"], providers=["warploom", "warploom+graphs"])
     ours, graphs, _ = runner.run([bench], selection, torch.device("cuda"), Path("here")).records
     assert ours.peak_memory_mib > ours.details["held_memory_mib"] > ours.details["parameters"] * 4 / 2**20
     assert graphs.status == "ok"
     words = f"profile --spec {SPEC} --device cuda --suite trial --mode train --provider warploom --output out"
+    assert main(shlex.split(words)) == 0
+    out = capsys.readouterr().out
+    assert "kernel" in out.split()
+    for phase, part in (("forward", "mlp"), ("backward", "mlp"), ("backward", "attention")):
+        (row,) = [line.split() for line in out.splitlines() if line.split()[:2] == [phase, part]]
+        assert float(row[2]) > 0
     assert main([*shlex.split(words), "--kind", "memory"]) == 0
+    assert "transformer_lm.py:" in capsys.readouterr().out
     assert Path("out/memory-warploom.pickle").stat().st_size > 0

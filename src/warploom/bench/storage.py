@@ -5,6 +5,7 @@ An operating system that cannot read or write raises `OSError`, here a `Warploom
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -176,7 +177,7 @@ def _whole(text: str) -> int:
 
 
 def typed(kind: type, fields: object) -> dict[str, Any]:
-    """The fields of a dataclass as they came from JSON; `ValueError` for another name or type, or less than 0."""
+    """Returns fields of a dataclass that came from JSON; `ValueError` for another name or type, or less than 0."""
     if not isinstance(fields, Mapping):
         raise ValueError("not a JSON object")
     known = _types(kind)
@@ -185,6 +186,9 @@ def typed(kind: type, fields: object) -> dict[str, Any]:
             raise ValueError(f"unknown field {name!r}")
         if type(value) not in known[name] or (isinstance(value, int | float) and value < 0):
             raise ValueError(f"{name} is {value!r}")
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in fields]:
+        raise ValueError(f"without {', '.join(missing)}")
     return dict(fields)
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LOG = "bench.log"
 """What compilers and libraries print, beside the records."""
-SECONDS = {"cuda": {True: 0.8, False: 4.0}, "cpu": {True: 2.0, False: 10.0}}
-"""Seconds of a case in one mode, by device and whether its suite is brief: means of whole suites."""
+SECONDS = {"cuda": {True: 3.0, False: 4.0}, "cpu": {True: 3.0, False: 10.0}}
+"""Seconds of a case in one mode, by device and whether its suite is brief: means of suites, kernels compiled."""
 EXAMPLES = """examples:
   warploom bench                                  the quick suite of every operator
   warploom bench lrpe-rotate --suite published    one bench, the published cases
