@@ -214,8 +214,10 @@ def check_a_kind_that_only_some_ranks_know(world):
     if odd:
         others = ", ".join(map(str, range(world - 1)))
         missing = rf"a call must be the same on every rank; got no call of a new kind on ranks \[{others}\] for 1 s"
-        with waiting(known, 1.0), pytest.raises(warploom.ArgumentError, match=missing):
-            context_parallel_attention(q, k, v, mesh, causal=True)
+        with waiting(known, 1.0):
+            for causal in (True, False):  # tokens of the next call are not sent for those of this one
+                with pytest.raises(warploom.ArgumentError, match=missing):
+                    context_parallel_attention(q, k, v, mesh, causal=causal)
     else:
         with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
             context_parallel_attention(q, k, v, mesh)

@@ -93,12 +93,12 @@ def test_kinds_are_forgotten_together() -> None:
 def test_messages_that_all_have_read_are_deleted() -> None:
     ranks = agreements_of(3)
     draw = random.Random(seed())
-    for call in range(50):
-        messages = [agreement.Message(call, length, "attend", "a call") for length in draw.sample(range(9), 3)]
+    for _ in range(50):
+        messages = [agreement.Message(0, length, "attend", "a call") for length in draw.sample(range(9), 3)]
         for rank in draw.sample(range(3), 3):
             ranks[rank].write(messages[rank])
         for rank in draw.sample(range(3), 3):
-            assert ranks[rank].read(call, "attend") == messages
+            assert ranks[rank].read("attend") == messages
         assert ranks[0].store.num_keys() <= 3 * 3
 
 

@@ -14,7 +14,6 @@ the first of two ranks has 32. Calls on wholes that only some ranks can tell apa
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -40,31 +39,24 @@ MOST_KINDS = 1024
 
 _c10d: Any = dist.distributed_c10d
 _agreements: dict[str, Agreements] = {}  # by name of the group
-_calls = itertools.count(1)
 
 
 class Agreed(NamedTuple):
-    """What the ranks know of a call that they have agreed on."""
+    """A call that the ranks have agreed on: the lengths of their parts, and the bounds of the whole."""
 
     lengths: Lengths
     bounds: Bounds
-    """Of the whole."""
 
 
 class Message(NamedTuple):
-    """What a rank writes about a call."""
+    """A rank's message about a call, with the length of its part."""
 
-    call: int
-    """The number of the call on that rank."""
+    lost: int
+    """How many errors this rank has raised in calls whose group it did not know."""
     length: int
-    """Of its part."""
     name: str
     """Of the function, or of the error that the rank refuses the call with."""
     text: str
-
-    def encode(self) -> str:
-        """The message as the store has it."""
-        return json.dumps(self)
 
 
 class Agreements:
@@ -74,6 +66,9 @@ class Agreements:
         group: The ranks.
     """
 
+    lost = 0
+    """How many errors this rank has raised in calls whose group it did not know."""
+
     def __init__(self, group: Any) -> None:
         self.group, self.store = group, _store()
         self.kinds: dict[tuple[Any, ...], Agreed] = {}
@@ -81,7 +76,8 @@ class Agreements:
         # A store may outlive a group, and have another of the same name.
         self._prefix = f"{name}/{self.store.add(f'{name}/{group.rank()}', 1)}"
         self._number = self._deleted = 0  # of exchanges
-        self._refused = False
+        self._lost = [0] * group.size()  # on every rank, when it wrote its last message here
+        self._unread = False  # whether this rank wrote a message and did not read the others'
         self._wholes: dict[tuple[int, int], Lengths] = {}  # by rank and length of its part
         self._ambiguous: set[Lengths] = set()
 
@@ -108,43 +104,39 @@ class Agreements:
     def _is_certain(self, lengths: Lengths) -> bool:
         return lengths not in self._ambiguous and _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL
 
-    def write(self, message: Message, *, refusal: bool = False) -> None:
+    def write(self, message: Message) -> None:
         """Write this rank's message of the next exchange."""
-        self._refused = refusal
+        self._unread, text = True, json.dumps(message)
         while True:
             self._number += 1
-            text = message.encode()
             if self.store.compare_set(self._key(self.group.rank()), "", text) == text.encode():
                 return
             # Others wrote the error that this rank raised without knowing its group: see `_forward_errors`.
 
-    def read(self, call: int, function: str) -> list[Message]:
+    def read(self, function: str) -> list[Message]:
         """Wait for the messages of all ranks, and return them.
-
-        Args:
-            call: The number of the call on this rank.
-            function: The public function.
 
         Raises:
             ArgumentError: A rank has written nothing for as long as the store waits.
         """
         keys = self._keys()
-        self._wait(lambda: self.store.check(keys), function, call)
+        self._wait(lambda: self.store.check(keys), function, forward=True)
         found = [Message(*json.loads(text)) for text in self.store.multi_get(keys)]
         for number in range(self._deleted + 1, self._number):  # all ranks have read those
             self.store.delete_key(self._key(self.group.rank(), number))
-        self._deleted = self._number - 1
+        self._deleted, self._unread = self._number - 1, False
+        self._lost = [message.lost for message in found]
         return found
 
-    def await_readers(self, function: str) -> None:
-        """If this rank refused the call before, wait until the others have come to it: they may be apart."""
-        if self._refused:
+    def await_others(self, function: str) -> None:
+        """Wait for the others where this rank wrote a message, and raised an error: they may be at another call."""
+        if self._unread:
             keys, later = self._keys(), [self._key(self.group.rank(), self._number + 1)]
             self._wait(lambda: self.store.check(keys) or self.store.check(later), function)
-            self._refused = False
+            self._unread = False
 
-    def _wait(self, is_over: Callable[[], bool], function: str, call: int = 0) -> None:
-        """Look at the store until something is there; if for a call, look for errors that are no group's too."""
+    def _wait(self, is_over: Callable[[], bool], function: str, *, forward: bool = False) -> None:
+        """Look at the store until something is there."""
         seconds = self.store.timeout.total_seconds()
         pause, end = 1e-4, time.monotonic() + seconds
         while not is_over():
@@ -152,17 +144,23 @@ class Agreements:
                 missing = [rank for rank, key in enumerate(self._keys()) if not self.store.check([key])]
                 got = f"no call of a new kind on ranks {missing} for {seconds:.0f} s"
                 raise fault(ArgumentError, function, "a call", "the same on every rank", got)
-            if call and pause == LONGEST_PAUSE:
-                self._forward_errors(call)
+            if forward and pause == LONGEST_PAUSE:
+                self._forward_errors()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _forward_errors(self, call: int) -> None:
-        """Write the messages of ranks that refused this call without knowing the group that others wait in."""
+    def _forward_errors(self) -> None:
+        """Write the messages of ranks that refused a call without knowing the group that others wait in.
+
+        Where this rank refused a call so too, all may have.
+        """
+        with_all = Agreements.lost - self._lost[self.group.rank()]
         for rank, key in enumerate(self._keys()):
-            error = _error_key(dist.get_global_rank(self.group, rank), call)
+            error = _error_key(dist.get_global_rank(self.group, rank))
             if self.store.check([error]):
-                self.store.compare_set(key, "", self.store.get(error).decode())
+                text = self.store.get(error).decode()
+                if Message(*json.loads(text)).lost > self._lost[rank] + with_all:
+                    self.store.compare_set(key, "", text)
 
     def _keys(self) -> list[str]:
         return [self._key(rank) for rank in range(self.group.size())]
@@ -176,9 +174,9 @@ def _store() -> Any:
     return _c10d._get_default_store()
 
 
-def _error_key(rank: int, call: int) -> str:
-    """Returns where a rank writes an error for a group that it does not know."""
-    return f"warploom/refused/{rank}/{call}"
+def _error_key(rank: int) -> str:
+    """Returns where a rank writes its last error in a call whose group it did not know."""
+    return f"warploom/refused/{rank}"
 
 
 def _agreements_of(group: Any) -> Agreements:
@@ -218,15 +216,15 @@ def agree(
         ArgumentError: Calls differ, or bounds are not those of the whole.
         ShapeError: Parts are not those of the layout.
     """
-    ranks, number = _agreements_of(group), next(_calls)
-    ranks.await_readers(function)
+    ranks = _agreements_of(group)
+    ranks.await_others(function)
     kind = (function, length, read, layout, *call.values())
     agreed = ranks.known(kind)
     if agreed is None:
         words = {**call, "layout": layout, "cu_seqlens": shown(read)}
         text = " ".join(f"{name}={value}" for name, value in words.items())
-        ranks.write(Message(number, length, function, text))
-        lengths = _compare(function, group.rank(), ranks.read(number, function))
+        ranks.write(Message(Agreements.lost, length, function, text))
+        lengths = _compare(function, group.rank(), ranks.read(function))
         bounds = close_bounds(function, read, sum(lengths), tail=tail)
         check_lengths(function, argument, lengths, chunks_of(bounds, group.size(), layout).lengths, layout)
         agreed = Agreed(tuple(lengths), bounds)
@@ -323,11 +321,11 @@ def _write_error(name: str, kind: str, function: str, text: str) -> str:
         Its text, of the function that was called in the place of the one that it calls.
     """
     text = f"{function}:{text.partition(':')[2]}"
-    message = Message(next(_calls), 0, kind, text)
     if name:
         ranks = _agreements_of(group_named(name))
-        ranks.await_readers(function)
-        ranks.write(message, refusal=True)
+        ranks.await_others(function)
+        ranks.write(Message(Agreements.lost, 0, kind, text))
     elif dist.is_initialized():
-        _store().set(_error_key(dist.get_rank(), message.call), message.encode())
+        Agreements.lost += 1
+        _store().set(_error_key(dist.get_rank()), json.dumps(Message(Agreements.lost, 0, kind, text)))
     return text
