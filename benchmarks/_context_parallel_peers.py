@@ -1,4 +1,4 @@
-"""What else computes attention over several GPUs, each with its part of a sequence in zigzag."""
+"""Other implementations of attention over several GPUs, each with its part of a sequence in zigzag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., Tensor]
 
 
 def _gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
-    """What a user writes: keys and values by an all-gather with a gradient, and PyTorch's attention on chunks."""
+    """Returns attention as a user writes it: keys and values by an all-gather, PyTorch's on chunks."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from torch.nn.attention.bias import causal_lower_right
 
@@ -47,7 +47,7 @@ def _gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
 
 
 def _ring_sdpa(case: Case, mesh: DeviceMesh) -> Function:
-    """PyTorch's own: to be called inside of `in_context`."""
+    """Returns PyTorch's own attention over several GPUs, to be called inside of `in_context`."""
     if case["kind"] != "causal":
         raise Unsupported("PyTorch's context parallelism is measured for causal attention")
     groups = case["heads"] // case["kv_heads"]
@@ -63,7 +63,7 @@ def _ring_sdpa(case: Case, mesh: DeviceMesh) -> Function:
 
 @contextlib.contextmanager
 def in_context(name: str, case: Case, mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """Where PyTorch's attention is what it is on several GPUs, for the provider that is it."""
+    """Enter PyTorch's context of attention over several GPUs, for the provider that needs it."""
     if name != "sdpa_context_parallel":
         yield
         return

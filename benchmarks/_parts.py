@@ -17,7 +17,7 @@ from warploom import nn as layers
 
 
 def part_of(name: str, module: nn.Module) -> str | None:
-    """The part that a module of a `TransformerLM` is; ``None`` for one that lies inside another part."""
+    """Returns the part that a module of a `TransformerLM` is; ``None`` for one that lies inside another part."""
     match module:
         case nn.Embedding():
             return "embedding"

@@ -56,13 +56,13 @@ Function = Callable[..., Outputs]
 CHECKED = 2048
 """Tokens of the sequence on which providers are checked."""
 SEQUENCES = 12
-"""Packed ones."""
+"""The number of sequences in the packed case."""
 WINDOW = 4096
 TIMEOUT = 900  # seconds, of all ranks
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of the whole sequence."""
+    """Returns inputs of the whole sequence."""
     heads, n, dtype = case["heads"], case["n"], getattr(torch, case["dtype"])
     shared = (case["batch"], n, case["kv_heads"], case["head_dim"])
     shapes = ((case["batch"], n, heads, case["head_dim"]), shared, shared)
@@ -78,12 +78,12 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Of attention in a case."""
+    """Returns the options of attention in a case."""
     return {"causal": case["kind"] != "full", "window": (WINDOW, 0) if case["kind"] == "window" else None}
 
 
 def whole(case: Case, backend: str = "auto") -> Function:
-    """The call on one GPU."""
+    """Returns the call on one GPU."""
     if case["kind"] == "linear":
         return functools.partial(linear_attention, encoding="rotate", backend=backend)
     attend: Any = functools.partial(flash_attention, **_options(case), backend=backend)
@@ -142,13 +142,13 @@ class RanksClock(Clock):
 
 
 def _sharding(inputs: Inputs, case: Case) -> dict[str, Any]:
-    """How a sequence lies on the ranks."""
+    """Returns the layout of a sequence on the ranks."""
     layout = "contiguous" if case["kind"] == "linear" else "zigzag"
     return {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
 
 
 def _parts(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) -> tuple[Inputs, Tensor | None]:
-    """This rank's parts of inputs and of the output's gradient; what has no tokens is every rank's."""
+    """Returns this rank's parts of inputs and of the output's gradient; what has no tokens is every rank's."""
 
     def part(x: Tensor) -> Tensor:
         local = shard_sequence(x.detach(), mesh, **_sharding(inputs, case))
@@ -159,7 +159,7 @@ def _parts(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) ->
 
 
 def _run(function: Function, inputs: Inputs, grad: Tensor | None) -> tuple[Tensor, ...]:
-    """Outputs, and the gradients of what wants one."""
+    """Returns the outputs, and the gradients of the inputs that require one."""
     with torch.set_grad_enabled(grad is not None):
         outputs = as_tuple(function(**inputs))
     if grad is None:
@@ -180,7 +180,7 @@ def _drawn(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor 
 
 
 def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """The error of a provider on a short sequence, against float64."""
+    """Returns the fields of a record for a provider's error against float64, on a short sequence."""
     case = {**case, "n": min(case["n"], CHECKED)}
     inputs, grad = _drawn(case, mode, device)
     reference = whole(case, "torch")
@@ -192,7 +192,7 @@ def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.dev
 
 
 def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Fields of the records of all providers, and of the limit: the call on one GPU."""
+    """Returns fields of the records of all providers, and of the limit: the call on one GPU."""
     case, mode, names = task["case"], task["mode"], task["providers"]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     clock: Clock = RanksClock(device)
@@ -229,7 +229,7 @@ def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str,
 
 
 def main(folder: str) -> None:
-    """A rank's program: the task is in a folder, and so are then its results."""
+    """Run a rank: read the task from a folder, and write the results there."""
     device = torch.device("cpu")
     task = json.loads(Path(folder, "task.json").read_text(encoding="utf-8"))
     if task["device"] == "cuda":
@@ -266,7 +266,7 @@ def measure(
 def _on_ranks(
     case: dict[str, Any], mode: str, providers: Sequence[str], device: torch.device
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """What the ranks found, or why they found nothing."""
+    """Returns the results of the ranks, or the reason why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         task = {"case": case, "mode": mode, "providers": list(providers), "device": device.type}
         Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
@@ -286,7 +286,7 @@ def _on_ranks(
 
 
 def flops_of(case: Case, mode: str) -> int:
-    """Operations of attention's products where queries see keys, of the whole."""
+    """Returns the operations of attention's products where queries see keys, on all ranks together."""
     n, features = case["n"], case["heads"] * case["head_dim"]
     if case["kind"] == "linear":
         pairs = 2 * n * case["head_dim"]
@@ -300,7 +300,7 @@ def flops_of(case: Case, mode: str) -> int:
 
 
 def launched(case: Case, provider: str) -> None:
-    """Launch what a rank launches of ours for its chunks, in one direction and back."""
+    """Launch the kernels of ours that a rank launches for its chunks, forward and backward."""
     if provider != KERNELS:
         raise Unsupported("launches nothing of ours")
     cpu, generator = torch.device("cpu"), torch.Generator()
@@ -334,7 +334,7 @@ def _cases(device: str, lengths: Sequence[int], kinds: Sequence[str], worlds: Se
 
 
 def _trial(device: str) -> list[Case]:
-    """A few tokens on two ranks: to try the instrument."""
+    """Returns a case of a few tokens on two ranks, for tests."""
     shape = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "n": 64}
     dtype = "float32" if device == "cpu" else "bfloat16"
     return [{"kind": "causal", "gpus": 2, **shape, "dtype": dtype}]

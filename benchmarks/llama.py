@@ -48,7 +48,7 @@ COMPILE = "+compile"
 WITHOUT = "warploom_without"
 """An implementation of attention that passes queries on."""
 TOKENS, CHECKED = 200, 32
-"""Decoded in a step, and to see that they are right."""
+"""Tokens that a step decodes, and tokens that are compared with those of ``eager``."""
 ROUNDS = {"prefill": 10, "train": 10, "decode": 3}
 
 
@@ -76,13 +76,13 @@ def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Random tokens (B, N)."""
+    """Returns random tokens (B, N)."""
     shape = (case["batch"], case["context_length"])
     return {"tokens": torch.randint(SHAPES[case["size"]]["vocab_size"], shape, generator=generator).to(device)}
 
 
 def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch.Tensor:
-    """So many tokens behind a prompt, by the largest logit."""
+    """Returns the tokens behind a prompt, each that of the largest logit."""
     options = {"cache_implementation": "static"} if static else {}
     mask = torch.ones_like(tokens)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torc
 
 
 def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
-    """Whether each implementation decodes the tokens that ``eager`` decodes, in float32."""
+    """Returns for each implementation if it decodes the tokens that ``eager`` decodes, in float32."""
     model = _model(case, device, torch.float32)
     tokens = make_inputs(case, device, torch.Generator().manual_seed(1))["tokens"][:, :256]
     names = dict.fromkeys(name.removesuffix(COMPILE) for name in providers)
@@ -137,7 +137,7 @@ def measure(
 
 
 def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
-    """A provider's step, compiled, which chooses its attention first: it returns its milliseconds."""
+    """Returns a provider's step, compiled; the step chooses its attention first and returns its milliseconds."""
     name, device = provider.removesuffix(COMPILE), tokens.device
     compiles = provider.endswith(COMPILE)
     optimizer = None
@@ -169,14 +169,14 @@ def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Call
 
 
 def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> Callable[[], float]:
-    """Milliseconds of the limit: a large matrix product's rate, in decoding a stream of weights and cache."""
+    """Returns a function that measures the limit in ms: a matrix product, or a stream of weights and cache."""
     if unit.mode == "decode":
         return steps.repeated_ms(limits.stream_call(traffic, device, clock), TOKENS, clock)
     return steps.product_ms(traffic.flops, device, clock)
 
 
 def _traffic(case: Case, mode: str) -> Traffic:
-    """Operations of a step, twice as many backward as forward; of a decoded token, bytes of weights and keys."""
+    """Returns the operations of a step, or the bytes of weights and keys of a decoded token."""
     shape, layers, n = SHAPES[case["size"]], case["layers"], case["context_length"]
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
     kv = 2 * width * shape["num_key_value_heads"] // heads
@@ -193,7 +193,7 @@ def _traffic(case: Case, mode: str) -> Traffic:
 
 
 def launched(case: Case, provider: str) -> None:
-    """Launch what attention of a layer launches of ours, in one direction and back."""
+    """Launch the kernels of ours that attention of a layer launches, forward and backward."""
     from warploom import flash_attention
 
     if not provider.startswith(KERNELS):
@@ -215,7 +215,7 @@ def _cases(device: str, layers: int) -> list[Case]:
 
 
 TRIAL = {"size": "trial", "layers": 2, "batch": 1, "dtype": "float32", "context_length": 32}
-"""Two thin layers: to try the instrument."""
+"""A model of two thin layers, for tests."""
 BENCH = steps.model_bench(
     "llama",
     make_inputs,

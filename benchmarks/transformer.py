@@ -34,29 +34,29 @@ from . import _steps as steps
 from ._parts import mark_parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
+"""A function from tokens (B, N) and targets (B, N) to the mean cross-entropy ()."""
 
 LLAMA = "llama"
 """transformers' Llama with PyTorch's attention and random weights."""
 ATTENTIONS = {KERNELS: "flash", "sdpa": "sdpa", "torch": "plain", LLAMA: "flash", "warploom_tpa": "tpa"}
-"""Each model's attention; that of Llama stands for its shape."""
+"""The attention of each model; for Llama, a model of ours of the same shape."""
 GRAPHS = "+graphs"
 ENDINGS = ("", "+compile", GRAPHS)
-"""Of a provider's name: under `torch.compile`, without and with CUDA graphs."""
+"""Endings of a provider's name: eager, under `torch.compile`, and with CUDA graphs."""
 WARM_UP, STEPS, STEPS_IN_A_ROW = 5, 40, 5
 """Steps before the measured ones, the measured ones, and how many of them before another model's."""
 MIB = 2**20
 
 
 def config_of(case: Case, provider: str) -> TransformerConfig:
-    """The shape of a provider's model in a case."""
+    """Returns the shape of a provider's model in a case."""
     names = ("context_length", "position", "layers")
     changes: dict[str, Any] = {name: case[name] for name in names if name in case}
     return TransformerConfig.size(case["size"], attention=ATTENTIONS[provider.partition("+")[0]], **changes)
 
 
 def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, Loss]:
-    """A provider's model with random weights in float32, and the function that gives its loss.
+    """Returns a provider's model with random weights in float32, and the function that gives its loss.
 
     Raises:
         Unsupported: What the provider needs is not installed, or it has no such positions.
@@ -95,14 +95,14 @@ def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, L
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Random tokens, and the targets behind them, (B, N) each."""
+    """Returns random tokens, and the targets behind them, (B, N) each."""
     vocabulary = config_of(case, KERNELS).vocab_size
     text = torch.randint(vocabulary, (case["batch"], case["context_length"] + 1), generator=generator).to(device)
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
 def flops_of(case: Case, mode: str) -> int:
-    """Operations of a step."""
+    """Returns the operations of a step."""
     with torch.device("meta"):
         model = TransformerLM(config_of(case, KERNELS))
     return int(case["batch"] * case["context_length"] * model.flops_per_token(training=mode != "fwd"))
@@ -121,19 +121,19 @@ class Stepper:
     optimizer: torch.optim.Optimizer | None = None
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
     held_bytes: int = 0
-    """What was allocated between forward and backward of the last step."""
+    """Bytes that were allocated between forward and backward of the last step."""
     memory_mib: dict[str, float] = field(default_factory=dict)
-    """On a GPU ``peak`` and ``held``."""
+    """``peak`` and ``held``, on a GPU."""
 
     def take_steps(self) -> list[float]:
-        """Milliseconds of some steps in a row; no gradients are kept while others take theirs."""
+        """Take some steps in a row, and return their milliseconds; no gradients are kept afterwards."""
         for _ in range(STEPS_IN_A_ROW):
             self.step()
         self.model.zero_grad(set_to_none=True)
         return [sum(phases) for phases in zip(*(samples[-STEPS_IN_A_ROW:] for samples in self.samples_ms.values()))]
 
     def step(self) -> None:
-        """One step; its phases' times are added to ``samples_ms``."""
+        """Take one step, and add its phases' times to ``samples_ms``."""
         self.model.zero_grad(set_to_none=True)
         torch.compiler.cudagraph_mark_step_begin()  # what the last step returned may be written anew
         grad = torch.no_grad() if self.mode == "fwd" else contextlib.nullcontext()
@@ -185,7 +185,7 @@ def measure(
 
 
 def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
-    """A model that has warmed up, and what a step of it allocates besides what was there."""
+    """Returns a model that has warmed up, with the memory that a step of it allocates."""
     release_memory(device)
     before = allocated_bytes(device)
     model, loss = build(name, unit.case, device)
@@ -211,7 +211,7 @@ def profiled(name: str, unit: Unit, device: torch.device) -> Callable[[], None]:
 
 
 def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
-    """A record of a model that was timed, with what else was measured."""
+    """Returns a record of a model that was timed, with its phases and memory."""
     if not (isinstance(stepper, Stepper) and record.ms):
         return record
     spread = {
@@ -228,7 +228,7 @@ def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
 
 
 def launched(case: Case, provider: str) -> None:
-    """Launch what the layers of a provider's model launch of ours in one direction and back."""
+    """Launch the kernels of ours that the layers of a provider's model launch, forward and backward."""
     from warploom.ops.rotary_attention.api import rotary_attention
 
     name = provider.partition("+")[0]
@@ -254,7 +254,7 @@ def _cases(device: str, sizes: Sequence[str], lengths: Sequence[int]) -> list[Ca
 
 
 def _trial(device: str) -> list[Case]:
-    """One layer and a few tokens: to try the instrument."""
+    """Returns a case of one layer and a few tokens, for tests."""
     shape = {"batch": 1, "position": "rotate", "dtype": "float32" if device == "cpu" else "bfloat16"}
     return [{"size": "sm", **shape, "context_length": 32, "layers": 1}]
 

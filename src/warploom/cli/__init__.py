@@ -86,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    """Say in a line why a command cannot be done. Names in it may come from any file: no escape sequences."""
+    """Print in a line why a command cannot be done. Names in it may come from any file: no escape sequences."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message)
     print(f"warploom: {shown}", file=sys.stderr)
     return 2
 
 
 def _drop_output() -> None:
-    """Where standard output takes nothing more, leave nothing for Python to write there at its end."""
+    """Discard what Python would write at its end to a standard output that takes nothing more."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from warploom.ops.spec import Bench
 
 LOG = "bench.log"
-"""What compilers and libraries print, beside the records."""
+"""The file, beside the records, for what compilers and libraries print."""
 SECONDS = {"cuda": {True: 3.0, False: 4.0}, "cpu": {True: 3.0, False: 10.0}}
-"""Seconds of a case in one mode, by device and whether its suite is brief: means of suites, kernels compiled."""
+"""Seconds of a case in one mode, by device and by whether its suite is brief: means, compiling included."""
 EXAMPLES = """examples:
   warploom bench                                  the quick suite of every operator
   warploom bench lrpe-rotate --suite published    one bench, the published cases
@@ -112,7 +112,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _how_long(units: Sequence[Unit], device_type: str) -> str:
-    """Returns how many cases there are, and roughly how long they take where all kernels have to be compiled."""
+    """Returns the number of cases, and roughly the time that they take."""
     seconds = sum(SECONDS[device_type][unit.is_brief] for unit in units)
     time = f"{-(-seconds // 60):.0f} min" if seconds > 90 else f"{-(-seconds // 10) * 10:.0f} s"
     cases = "1 case" if len(units) == 1 else f"{len(units)} cases"
@@ -128,14 +128,14 @@ def _more(chosen: Sequence[Bench], suite: str) -> str:
 
 
 def _without_compilers(bench: Bench) -> Bench:
-    """A bench without what compiles for a minute, where a bench says what does not."""
+    """Returns a bench without the providers that compile for a minute, if it says which do not."""
     kept = {name: build for name, build in bench.providers.items() if name in bench.precompiled}
     others = tuple(other for other in bench.others if set(other.providers) <= set(bench.precompiled))
     return replace(bench, providers=kept, others=others) if kept else bench
 
 
 def _check_commit(output: Path, device: torch.device) -> None:
-    """Records under ``results`` are of a commit that can be found again: any other is refused."""
+    """Raise an error if records under ``results`` would be of a commit that cannot be found again."""
     if "results" not in Path.cwd().joinpath(output).parts:
         return
     from warploom.bench.environment import COMMIT, describe_environment

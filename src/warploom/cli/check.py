@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 8
 CASES_AT_ONCE = 4
-"""Neighbouring cases, which one process gets together, share kernels."""
+"""Neighbouring cases that a process gets together: they share kernels."""
 SAMPLE_SECONDS = 35
-"""For how long cases are checked in Triton's interpreter, a second or several each, where nobody asks for all."""
+"""The time for cases in Triton's interpreter, a second or several each, unless all are asked for."""
 _GOLDEN = 0.618
-"""Multiples of it, without their whole parts, lie spread."""
+"""The fractional parts of its multiples are spread evenly from 0 to 1."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -106,12 +106,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _reading_order(names: Sequence[str]) -> Callable[[tuple[str, str, str]], tuple[Any, ...]]:
-    """Operators as they were named, the forward before the backward."""
+    """Returns the order of rows: operators as they were named, the forward before the backward."""
     return lambda key: (names.index(key[0]), key[1], key[2] != "fwd")
 
 
 def _backend(asked: str | None, device: torch.device) -> str:
-    """The backend that is checked, by its own name where that is known before any call.
+    """Returns the backend that is checked, by its own name where that is known before any call.
 
     Nothing that defines a kernel may have been imported: on a CPU kernels run in Triton's interpreter.
     """
@@ -132,7 +132,7 @@ def _backend(asked: str | None, device: torch.device) -> str:
 
 
 def _say_what_is_checked(names: Sequence[str], fused: Sequence[str]) -> None:
-    """The backend torch of most operators is their reference, which is not compared with itself."""
+    """Print which operators are checked: where the backend torch is the reference, there is nothing to compare."""
     same = [name for name in names if name not in fused]
     if fused:
         print(f"Checked: PyTorch's fused path against float64: {', '.join(fused)}.")
@@ -151,7 +151,7 @@ def _in_order(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _spread(names: Sequence[str]) -> list[tuple[str, int]]:
-    """The cases of operators by turns, so that any first few are of every operator, from all over its cases."""
+    """Returns the cases of operators by turns: any first few are of every operator, spread over its cases."""
     from warploom.ops import operators
 
     counts = {name: len(operators()[name].check_cases) for name in names}
@@ -168,7 +168,7 @@ def _results(
     seconds: float | None = None,
     fewest: int = 0,
 ) -> Iterator[list[CheckResult]]:
-    """The results of each case, in order; after some seconds, and the fewest cases, of no more."""
+    """Yields the results of each case, in order; ends after ``seconds``, but not before ``fewest`` cases."""
     check = functools.partial(_check_place, backend=backend, device=device)
     processes = _processes(len(places), device)
     if processes < 2:
@@ -190,7 +190,7 @@ def _results(
 
 
 def _processes(cases: int, device: torch.device) -> int:
-    """How many processes share the cases: several on a GPU, where nearly every case compiles a kernel."""
+    """Returns the number of processes: several on a GPU, where nearly every case compiles a kernel."""
     return min(MOST_PROCESSES, os.cpu_count() or 1, cases // CASES_AT_ONCE) if device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""What several commands share: devices, names, specs of other people's operators."""
+"""Options and names that several commands share: devices, selections, specs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warploom.testing.specs import SpecFile
 
 Commands = Any
-"""What `argparse` returns from ``add_subparsers``; it has no public type."""
+"""The type of `argparse`'s ``add_subparsers``, which is not public."""
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
-    """The benches that a command is about, and which part of them."""
+    """Returns the benches that a command is about, and the selection of their cases."""
     from warploom.bench.runner import Selection
     from warploom.ops import benches
     from warploom.testing.specs import load_specs
@@ -66,7 +66,7 @@ def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[B
 
 
 def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Values by key: a number, list or truth value as JSON writes it; any other text is itself."""
+    """Returns values by key: a number, list or truth value as JSON writes it; any other text is itself."""
     wanted: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -81,7 +81,7 @@ def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def describe(device: torch.device, backend: str = "torch") -> str:
-    """One line about a device and what runs there, which commands print first."""
+    """Returns one line about a device and what runs there, which commands print first."""
     import torch
 
     from warploom.runtime.backend import HAS_TRITON
@@ -94,12 +94,12 @@ def describe(device: torch.device, backend: str = "torch") -> str:
 
 
 def width(most: int = 120) -> int:
-    """Columns of the terminal; 80 where there is none."""
+    """Returns the columns of the terminal, ``most`` at most; 80 where there is none."""
     return min(max(shutil.get_terminal_size((80, 24)).columns, 80), most)
 
 
 def seconds(text: str) -> float:
-    """A time, for `argparse`."""
+    """Returns a number of seconds, for `argparse`."""
     try:
         value = float(text)
     except ValueError:
@@ -110,7 +110,7 @@ def seconds(text: str) -> float:
 
 
 def names_in(specs: Sequence[SpecFile], what: str) -> list[str]:
-    """The names of the ``operators`` or ``benches`` of specs, which a command is about when the user gives none."""
+    """Returns the names of the ``operators`` or ``benches`` of specs: the default of a command's names."""
     names = [one.name for spec in specs for one in getattr(spec, what)]
     if specs and not names:
         raise ArgumentError(f"--spec {specs[0].path}: defines no {what.upper()}")
@@ -118,14 +118,14 @@ def names_in(specs: Sequence[SpecFile], what: str) -> list[str]:
 
 
 def words(text: str) -> list[str]:
-    """A comma-separated list, for `argparse`."""
+    """Returns the items of a comma-separated list, for `argparse`."""
     if names := [word.strip() for word in text.split(",") if word.strip()]:
         return names
     raise argparse.ArgumentTypeError("expected names, separated by commas")
 
 
 def the_device(name: str) -> torch.device:
-    """The device that ``--device`` means; ``cuda`` where there is none is refused."""
+    """Returns the device that ``--device`` means; ``cuda`` where there is none is refused."""
     import torch
 
     available = torch.cuda.is_available()
@@ -135,7 +135,7 @@ def the_device(name: str) -> torch.device:
 
 
 def slug(device: torch.device) -> str:
-    """The device as part of a folder's name: ``nvidia-h200``."""
+    """Returns the device as part of a folder's name: ``nvidia-h200``."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -143,7 +143,7 @@ def slug(device: torch.device) -> str:
 
 
 def pick(names: Sequence[str], known: Mapping[str, Any], what: str, separator: str) -> list[str]:
-    """The names asked for, all of them if none; dashes and underscores are the same here."""
+    """Returns the names asked for, or all if there are none; dashes and underscores are the same here."""
     picked = [name.replace("-", separator).replace("_", separator) for name in names]
     for name in picked:
         if name not in known:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from warploom.report.table import Table
 
 MOST_CASES = 5
-"""The slowest and the fastest that are shown."""
+"""The number of slowest, and of fastest, cases that are shown."""
 WIDE = 110
-"""Columns from which the intervals of cases are shown."""
+"""The least width of a terminal, in columns, for the intervals of cases."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def _fraction(text: str) -> float:
-    """A percentage, with or without its sign."""
+    """Returns the fraction that a percentage is, with or without its sign."""
     try:
         value = float(text.removesuffix("%")) / 100
     except ValueError:
@@ -74,7 +74,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
-    """Returns the summary: how many cases are what, means, and the worst and best cases, or every case."""
+    """Returns the summary: counts, means, and the slowest and fastest cases, or every case."""
     from warploom.report.table import Table, render_text
 
     sides = (f"A: {comparison.a.describe()}", f"B: {comparison.b.describe()}")
@@ -103,7 +103,7 @@ def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
 
 
 def _cases(head: str, comparison: Comparison, pairs: Sequence[Pair]) -> Table:
-    """Returns a table of some pairs; with the intervals where there is room for them."""
+    """Returns a table of some pairs, with their intervals if the terminal is wide."""
     from warploom.bench.comparison import case_words
     from warploom.report.table import Table
 

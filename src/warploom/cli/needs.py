@@ -1,4 +1,4 @@
-"""What kernels need of a machine: found out before any work is done, and said in a sentence."""
+"""Checks, before any work is done, that a machine has what kernels need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def check_compilers() -> None:
-    """Find out whether kernels can be compiled for the GPU here.
+    """Check that kernels can be compiled for the GPU here.
 
     Raises:
         BackendError: There is no C compiler, which Triton's launchers need.
@@ -33,7 +33,7 @@ def check_compilers() -> None:
 
 
 def check_folder(folder: Path, *names: str, says: str) -> None:
-    """Find out whether a folder, and files in it, can be written.
+    """Check that a folder, and files in it, can be written.
 
     Raises:
         WarploomError: It cannot; with what the user can do about it.

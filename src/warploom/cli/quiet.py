@@ -1,4 +1,4 @@
-"""What compilers, libraries and other processes print goes to a file, and not to the terminal."""
+"""Leads what compilers, libraries and other processes print to a file, and not to the terminal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def quiet(log: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _duplicate(stream: TextIO) -> Iterator[TextIO]:
-    """A stream that goes where another one goes now; itself where that is no file, as in tests."""
+    """Yields a stream that goes where another one goes now; that one itself if it is no file, as in tests."""
     try:
         number = stream.fileno()
     except (OSError, io.UnsupportedOperation):
