@@ -98,7 +98,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for engine in (flash_engine, linear_engine, launchers):
         watch(engine, "plan_forward")
         watch(engine, "plan_backward")
-    watch(tpa_launchers, "_plan_decode")
+    watch(tpa_launchers, "plan_decode")
     watch(launchers_sequence, "plan_sequence")
     return made
 

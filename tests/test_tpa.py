@@ -267,7 +267,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     found = []
     for levels in range(launchers.CHUNKS.all_levels + 1):
         forget_plans()  # none with other levels
-        monkeypatch.setattr(launchers_chunks.Chunks, "levels", lambda *arguments, levels=levels: levels)
+        monkeypatch.setattr(launchers_chunks.ChunkTree, "levels", lambda *arguments, levels=levels: levels)
         found.append(tpa_decode(**inputs, backend="triton"))
     assert_accurate(found[0], inputs)
     assert all(torch.equal(found[0], other) for other in found[1:])

@@ -31,12 +31,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def suits(cut: Any = lambda name, factor: factor, **shape: Any) -> bool:
+    from warploom.ops.tpa.call import Factors
     from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
-    from warploom.ops.tpa.problem import Operands
 
     sizes = {"keys": 200, "heads": 32, "rank_q": 16, "features": 128, "values": 128, "dtype": torch.bfloat16}
     made = factors(torch.device("cpu"), **{**sizes, **shape})
-    return launchers_hopper.suit(Operands(**{name: cut(name, factor) for name, factor in made.items()}))
+    return launchers_hopper.suit(Factors(**{name: cut(name, factor) for name, factor in made.items()}))
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def model() -> Any:
 
 
 def taken(inputs: dict[str, Any]) -> bool:
+    from warploom.ops.tpa.call import Factors
     from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
-    from warploom.ops.tpa.problem import Operands
 
-    return launchers_hopper.suit(Operands(**{name: inputs[name] for name in Operands._fields}))
+    return launchers_hopper.suit(Factors(**{name: inputs[name] for name in Factors._fields}))
 
 
 @ranks
@@ -103,7 +103,7 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
     """The second kernel on random parts of two requests, one of which fills its part of the tree."""
     from warploom.ops.tpa.decode.engine import COMBINE_AHEAD, COMBINE_ROWS
     from warploom.ops.tpa.decode.hopper.launch import CHUNKS
-    from warploom.ops.tpa.decode.triton.decode import ChunkLengths, Sizes, combine_kernel
+    from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeSizes, combine_kernel
     from warploom.ops.tpa.triton.factors import FeatureStrides
     from warploom.runtime.launch import Launch
 
@@ -118,8 +118,8 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
     combine = Launch(
         combine_kernel,
         2 * -(-heads // COMBINE_ROWS),
-        takes=("partial", "statistics", "lengths", "out"),
-        sizes=Sizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
+        takes=("partial", "statistics", "cache_seqlens", "out"),
+        sizes=DecodeSizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
         H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*CHUNKS[:3]),
         WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, PDL=False,
@@ -211,7 +211,9 @@ def test_a_program_may_take_any_part_of_the_tree(
     for levels in range(launchers_hopper.CHUNKS.all_levels + 1):
         forget_plans()  # none with other levels
         monkeypatch.setattr(
-            launchers_chunks.Chunks, "levels", lambda self, *arguments, levels=levels: min(levels, self.all_levels)
+            launchers_chunks.ChunkTree,
+            "levels",
+            lambda self, *arguments, levels=levels: min(levels, self.all_levels),
         )
         found.append(tpa_decode(**inputs, backend="triton"))
     assert_accurate(found[0], inputs)

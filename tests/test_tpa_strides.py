@@ -12,6 +12,7 @@ from test_tpa import assert_accurate, exact, factors, strategies
 
 from warploom import tpa_attention, tpa_decode
 from warploom.ops.tpa import reference
+from warploom.ops.tpa.call import DecodeInputs, DecodeOptions
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare_each, mean_of
 
@@ -22,9 +23,8 @@ import triton
 import triton.language as tl
 
 from warploom.ops.tpa.decode import engine as launchers
-from warploom.ops.tpa.decode.engine import Operands
 from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
-from warploom.ops.tpa.decode.triton.decode import Parts, Softmax, load_part, store_part
+from warploom.ops.tpa.decode.triton.decode import SpanParts, SpanSoftmax, load_part, store_part
 from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
@@ -163,11 +163,11 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
     choose_as_on(90, launchers_hopper, monkeypatch)
     generator, verdicts = random.Random(0), {True: 0, False: 0}
     for _ in range(3600):  # few have entries of a batch at multiples of 16 bytes
-        x = Operands(**drawn(generator, heads=(1, 1, 8), features=(1, 8, 64)))
-        call = launchers.DecodeCall(None, "batch", 1.0, 1.0, 1.0, 1.0)
-        launch = launchers._plan_decode(x, call)[1].launch
+        inputs = DecodeInputs(**drawn(generator, heads=(1, 1, 8), features=(1, 8, 64)), cache_seqlens=None)
+        options = DecodeOptions("batch", 1.0, 1.0, 1.0, 1.0)
+        launch = launchers.plan_decode(inputs, options)[1].launch
         verdicts[bool(launch.descriptions)] += 1
-        assert all(driver_accepts(each.fields) for each in launch.descriptions.values()), x
+        assert all(driver_accepts(each.fields) for each in launch.descriptions.values()), inputs
     assert min(verdicts.values()) > 60, verdicts
 
 
@@ -222,8 +222,8 @@ def move_part_kernel(
     offsets = tl.arange(0, R)[:, None] * E + e
     slot = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, R)[:, None].to(tl.float32)
-    parts = Parts(partial, statistics, rows)
-    store_part(parts, slot, row, e, row < rows, Softmax(tl.load(x + offsets), number, number), E)
+    parts = SpanParts(partial, statistics, rows)
+    store_part(parts, slot, row, e, row < rows, SpanSoftmax(tl.load(x + offsets), number, number), E)
     tl.debug_barrier()  # a row is read by another thread than wrote it
     part = load_part(parts, slot, row, e, row < rows, E)
     tl.store(out + offsets, part.acc + part.row_max + part.row_sum)

@@ -103,8 +103,10 @@ def _find_called(function: Any) -> Iterator[Any]:
 
 
 def _make_constants(value: Any) -> Any:
-    """Returns a tuple with constants as fields: in a kernel, shapes and ``static_range`` take nothing else."""
-    return type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
+    """Returns a tuple, and those in it, with constants as fields: shapes and ``static_range`` take nothing else."""
+    if not hasattr(value, "_fields"):
+        return value
+    return type(value)(*(_make_constants(x) if hasattr(x, "_fields") else tl.constexpr(x) for x in value))
 
 
 @dataclass(frozen=True)

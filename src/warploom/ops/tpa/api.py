@@ -11,10 +11,9 @@ from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.validation import Options
 from warploom.ops.tpa import reference
 from warploom.ops.tpa.attention.operator import OPERATOR as ATTENTION
+from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
 from warploom.ops.tpa.decode.operator import OPERATOR as DECODE
 from warploom.ops.tpa.validation import (
-    AttentionOptions,
-    DecodeOptions,
     Strategy,
     check_attention,
     check_decode,
@@ -23,7 +22,7 @@ from warploom.ops.tpa.validation import (
 )
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
-from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
+from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.memory_order import reorder_like
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.names import hide_catch_alls, refuse_unknown
@@ -105,7 +104,7 @@ def tpa_attention(
         refuse_unknown(tpa_attention, _others, _unknown)
     aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
-    return _attention(backend, (aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
+    return _attention(backend, AttentionInputs(aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
 
 
 @hide_catch_alls
@@ -186,11 +185,11 @@ def tpa_decode(
         refuse_unknown(tpa_decode, _others, _unknown)
     aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (strategy, scale, scale_q, scale_k, scale_v)
-    return _decode(backend, (aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
+    return _decode(backend, DecodeInputs(aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
 
 
-def _attention_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor:
-    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
+def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, backend: str) -> Tensor:
+    aq, ak, av, bq, bk, bv, cu_seqlens = inputs
     options: AttentionOptions = call.options
     (bounds,) = read_bounds(cu_seqlens)
     if backend == "auto" and not bq.is_meta:
@@ -216,8 +215,8 @@ def _attention_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: 
     return reorder_like(bq if aq is None else aq, out)
 
 
-def _decode_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor:
-    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
+def _decode_in_torch(inputs: DecodeInputs, _: int, call: ValidatedCall, backend: str) -> Tensor:
+    aq, ak, av, bq, bk, bv, cache_seqlens = inputs
     options: DecodeOptions = call.options
     scales: dict[str, Any] = options._asdict()
     del scales["strategy"]  # which is of the kernels
@@ -225,9 +224,9 @@ def _decode_in_torch(tensors: Tensors, _: int, call: ValidatedCall, backend: str
     return reorder_like(bq if aq is None else aq, out)
 
 
-def _axes(of_lengths: str, tensors: Tensors, options: tuple[Any, ...]) -> Axes:
+def _axes(of_lengths: str, inputs: AttentionInputs | DecodeInputs, options: tuple[Any, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads, which the feature factors do not have."""
-    queries = "b.h." if tensors[0] is None else "b..."
+    queries = "b.h." if inputs.aq is None else "b..."
     return Axes(("b.h.", "b.h.", "b.h.", queries, "b...", "b...", of_lengths), ("b.h.",))
 
 

@@ -8,8 +8,9 @@ import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
+from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
 from warploom.runtime.arguments import FLOATS, check_number, check_tensor, is_within
-from warploom.runtime.dispatch import Tensors, ValidatedCall
+from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths
 
 Tensor = torch.Tensor
@@ -22,35 +23,15 @@ MAX_RANK = 16
 _STEP = 16  # heads or ranks that a program of products takes at least
 
 
-class AttentionOptions(NamedTuple):
-    """Options of attention's operator."""
-
-    causal: bool
-    scale: float
-    scale_q: float
-    scale_k: float
-    scale_v: float
-
-
-class DecodeOptions(NamedTuple):
-    """Options of decoding's operator."""
-
-    strategy: str
-    scale: float
-    scale_q: float
-    scale_k: float
-    scale_v: float
-
-
-def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
-    """Validate a call of attention.
+def check_attention(name: str, inputs: AttentionInputs, options: tuple[Any, ...], _: int) -> ValidatedCall:
+    """Validates a call of attention.
 
     Args:
         name: Of the public function.
-        tensors: aq, ak, av, bq, bk, bv and cu_seqlens.
+        inputs: Its tensors.
         options: causal and the four scales.
     """
-    aq, ak, av, bq, bk, bv, cu_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cu_seqlens = inputs
     causal, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *given)
@@ -61,15 +42,15 @@ def check_attention(name: str, tensors: Tensors, options: tuple[Any, ...], _: in
     return ValidatedCall(AttentionOptions(causal, *scales), _beyond_attention(sizes))
 
 
-def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
-    """Validate a call for decoding.
+def check_decode(name: str, inputs: DecodeInputs, options: tuple[Any, ...], _: int) -> ValidatedCall:
+    """Validates a call for decoding.
 
     Args:
         name: Of the public function.
-        tensors: aq, ak, av, bq, bk, bv and cache_seqlens.
+        inputs: Its tensors.
         options: strategy and the four scales.
     """
-    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
+    aq, ak, av, bq, bk, bv, cache_seqlens = inputs
     strategy, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _scales(name, aq, sizes, *given)
@@ -87,14 +68,14 @@ def check_decode(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) 
     return ValidatedCall(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
 
 
-def look(name: str, tensors: Tensors) -> None:
-    """Check what tensors of a valid call of attention hold."""
-    check_bounds(name, "cu_seqlens", tensors[6], tensors[3].shape[1])
+def look(name: str, inputs: AttentionInputs) -> None:
+    """Checks what tensors of a valid call of attention hold."""
+    check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.bq.shape[1])
 
 
-def look_at_cache(name: str, tensors: Tensors) -> None:
-    """Check what tensors of a valid call for decoding hold."""
-    check_lengths(name, "cache_seqlens", tensors[6], tensors[1].shape[1])
+def look_at_cache(name: str, inputs: DecodeInputs) -> None:
+    """Checks what tensors of a valid call for decoding hold."""
+    check_lengths(name, "cache_seqlens", inputs.cache_seqlens, inputs.ak.shape[1])
 
 
 class _Sizes(NamedTuple):
@@ -214,7 +195,7 @@ def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> Non
 
 
 def _beyond_attention(sizes: _Sizes) -> str | None:
-    """What the Triton kernels for attention do not do in this call, if anything."""
+    """Returns what the Triton kernels for attention do not do in this call, if anything."""
     features = max(sizes.features, sizes.value_features)
     limit = beyond_kernels(sizes.batch, sizes.tokens, sizes.keys, sizes.heads, sizes.heads, features)
     steps = -(-max(sizes.heads, sizes.rank_q, sizes.rank_k, sizes.rank_v) // _STEP)
@@ -225,7 +206,7 @@ def _beyond_attention(sizes: _Sizes) -> str | None:
 
 
 def _beyond_decoding(sizes: _Sizes) -> str | None:
-    """What the Triton kernels for decoding do not do in this call, if anything."""
+    """Returns what the Triton kernels for decoding do not do in this call, if anything."""
     if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
         return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
     if max(sizes.features, sizes.value_features) > MAX_FEATURES:

@@ -8,6 +8,8 @@ Nothing is subtracted from a sum: what is far larger than the rest of it would l
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -34,11 +36,20 @@ from warploom.ops.linear_attention.triton.tiles import (
 )
 
 
+class DecayStrides(NamedTuple):
+    """Strides of the kernel's tensors."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    grad: Strides
+    states: StateStrides
+
+
 @triton.jit
 def decay_kernel(
     q, k, v, grad, states, grad_states, out, theta, offsets, cu_seqlens, decay, offset: tl.int32, scale: tl.float32,
-    sizes: LinearSizes, q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
-    states_strides: StateStrides, spec: tl.constexpr, config: tl.constexpr, BY_HEAD: tl.constexpr,
+    sizes: LinearSizes, strides: DecayStrides, spec: tl.constexpr, config: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the decays of a chunk: of every token to out (B, N, H), or ``BY_HEAD`` their sum to (slots, H).
 
@@ -51,23 +62,23 @@ def decay_kernel(
     t = tl.arange(0, config.BLOCK_T)
     n = place.first + t
     mask = n < place.last
-    q_rows = row_pointers(q, n, place, q_strides, spec.VEC)
-    k_rows = row_pointers(k, n, place, k_strides, spec.VEC)
-    v_rows = row_pointers(v, n, place, v_strides, spec.VEC)
-    grad_rows = row_pointers(grad, n, place, grad_strides, spec.VEC)
+    q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
+    k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
+    v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
+    grad_rows = row_pointers(grad, n, place, strides.grad, spec.VEC)
     turns = turn_from(place.first, place, steps, turn_within(steps, config, HALF), HALF)
-    queries = encode(load_pieces(q_rows, mask, q_strides, 0, config.PIECES, spec, config), turns, 0, spec, config)
-    keys = encode(load_pieces(k_rows, mask, k_strides, 0, config.PIECES, spec, config), turns, 0, spec, config)
+    queries = encode(load_pieces(q_rows, mask, strides.q, 0, config.PIECES, spec, config), turns, 0, spec, config)
+    keys = encode(load_pieces(k_rows, mask, strides.k, 0, config.PIECES, spec, config), turns, 0, spec, config)
     a, until_end, total, parts = tile_decays(decay, place.first, place.last, place, sizes, config)
     of_values = tl.zeros((config.BLOCK_T, config.BLOCK_T), tl.float32)
     of_queries = tl.zeros((config.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((config.BLOCK_T,), tl.float32)
     across = 0.0
     for first_e in range(0, config.E, config.BLOCK_E):
-        values = load_plain(v_rows, mask, v_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        grads = load_plain(grad_rows, mask, grad_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        before = load_state(states, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, config, False)
-        behind = load_state(grad_states, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, config, False)
+        values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        grads = load_plain(grad_rows, mask, strides.grad, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        before = load_state(states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
+        behind = load_state(grad_states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
         of_values = dot(grads[0], tl.trans(values[0]), of_values)
         of_queries += tl.sum(carry(queries, before, 1)[0] * grads[0].to(tl.float32), axis=1)
         of_keys += tl.sum(carry(keys, behind, 1)[0] * values[0].to(tl.float32), axis=1)

@@ -19,10 +19,10 @@ from warploom.ops.linear_attention.configs import (
     step_tile,
     tile_of,
 )
-from warploom.ops.linear_attention.triton.decay import decay_kernel
-from warploom.ops.linear_attention.triton.product import ProductConfig, product_kernel
-from warploom.ops.linear_attention.triton.states import scan_kernel, sums_kernel
-from warploom.ops.linear_attention.triton.step import step_kernel
+from warploom.ops.linear_attention.triton.decay import DecayStrides, decay_kernel
+from warploom.ops.linear_attention.triton.product import ProductConfig, ProductStrides, product_kernel
+from warploom.ops.linear_attention.triton.states import SumsStrides, scan_kernel, sums_kernel
+from warploom.ops.linear_attention.triton.step import StepStrides, step_kernel
 from warploom.ops.linear_attention.triton.tiles import LinearConfig, LinearSizes, StateScales, StateStrides
 from warploom.ops.lrpe.triton.angles import RowSpec
 from warploom.runtime.build import ALIGNMENT
@@ -114,29 +114,29 @@ class Blocks(NamedTuple):
 
 
 def arguments_of(
-    call: LinearCall, layout: Layout, tile: LinearTile, columns: int, blocks: Blocks, **states: State
+    call: LinearCall, layout: Layout, tile: LinearTile, columns: int, blocks: Blocks, kind: type, **states: State
 ) -> dict[str, Any]:
-    """Returns what kernels are given by name: sizes, strides of states, and what they are compiled for."""
-    strides = {f"{name}_strides": state_strides(state) for name, state in states.items()}
-    vec = int(all(state is None or strides[f"{name}_strides"].e == 1 for name, state in states.items()))
+    """Returns what kernels are given by name: sizes, strides of a ``kind``, and what they are compiled for."""
+    strides = {name: state_strides(state) for name, state in states.items()}
+    vec = int(all(state is None or strides[name].e == 1 for name, state in states.items()))
     known = layout.vec > 1  # where rows may lie at any address, the kernel knows no other address either
     if vec and known and all(n % _STATE_VEC == 0 for each in strides.values() for n in each[:3]):
         vec = _STATE_VEC
     divisor = max(vec, 1)
-    theta, kind = call.inputs.theta, call.options.kind
+    theta, encoding = call.inputs.theta, call.options.kind
     frequencies = 1 if theta is None else theta.shape[-1]
     return {
-        **{
-            name: each._replace(s=each.s // divisor, h=each.h // divisor, f=each.f // divisor)
-            for name, each in strides.items()
-        },
+        "strides": kind(
+            *layout.strides,
+            *(each._replace(s=each.s // divisor, h=each.h // divisor, f=each.f // divisor) for each in strides.values()),
+        ),
         "sizes": sizes_of(call, columns),
         # Without encoding rows are loaded as for ``cosine``.
         "spec": RowSpec(
-            "cosine" if kind == "none" else kind, 1, layout.vec, 1, layout.unit, call.features, frequencies
+            "cosine" if encoding == "none" else encoding, 1, layout.vec, 1, layout.unit, call.features, frequencies
         ),
         "config": LinearConfig(
-            kind, call.options.activation, call.decay, call.options.causal, call.values, tile.tokens, *blocks, vec
+            encoding, call.options.activation, call.decay, call.options.causal, call.values, tile.tokens, *blocks, vec
         ),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -177,8 +177,7 @@ def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Dense, reverse: bo
         call.slots * call.heads * columns,
         takes=("b", "c", "states", "totals", *PLACES),
         REVERSE=reverse,
-        **layout.of("b", "c"),
-        **arguments_of(call, layout, tile, columns, Blocks.of_values(call, tile), states=states),
+        **arguments_of(call, layout, tile, columns, Blocks.of_values(call, tile), SumsStrides, states=states),
     )
 
 
@@ -215,8 +214,7 @@ def plan_product(
         takes=("a", "b", "c", "x", "out", "initial", "final", "partial", *PLACES),
         scales=scales_of(call, initial, reverse),
         product=ProductConfig(decoded, reverse, loaded),
-        **layout.of("a", "b", "c", "x", "out"),
-        **arguments_of(call, layout, tile, columns, blocks, initial=initial, final=final),
+        **arguments_of(call, layout, tile, columns, blocks, ProductStrides, initial=initial, final=final),
     )
 
 
@@ -232,8 +230,9 @@ def plan_step(call: LinearCall, out: Tensor, initial: Tensor | None, final: Dens
         call.slots * call.heads * columns,
         takes=("q", "k", "v", "out", "initial", "final", *PLACES),
         scale=call.options.scale,
-        **layout.of("q", "k", "v", "out"),
-        **arguments_of(call, layout, tile, columns, Blocks(block, tile.columns, 1), initial=initial, final=final),
+        **arguments_of(
+            call, layout, tile, columns, Blocks(block, tile.columns, 1), StepStrides, initial=initial, final=final
+        ),
     )
 
 
@@ -258,7 +257,6 @@ class DecayGradient(NamedTuple):
             takes=("q", "k", "v", "grad", "states", "grad_states", "out", *PLACES),
             scale=call.options.scale,
             BY_HEAD=by_head,
-            **layout.of("q", "k", "v", "grad"),
-            **arguments_of(call, layout, tile, 1, Blocks.of_values(call, tile), states=states),
+            **arguments_of(call, layout, tile, 1, Blocks.of_values(call, tile), DecayStrides, states=states),
         )
         return cls(Dense.rows(shape, torch.float32), launch, by_head)

@@ -45,26 +45,35 @@ from warploom.ops.linear_attention.triton.tiles import (
 from warploom.ops.lrpe.triton.rows import load_input
 
 
-class ProductConfig(NamedTuple):
-    """Of a product."""
+class ProductStrides(NamedTuple):
+    """Strides of the rows and states of a product."""
 
-    DECODED: bool
-    """Whether results are gradients of what was encoded."""
-    REVERSE: bool
-    LOADED: bool
-    """Whether each tile loads the state again: see `configs.is_held`."""
+    a: Strides
+    b: Strides
+    c: Strides
+    x: Strides
+    out: Strides
+    initial: StateStrides
+    final: StateStrides
+
+
+class ProductConfig(NamedTuple):
+    """Compile-time choices that only products have."""
+
+    DECODED: bool  # whether results are gradients of what was encoded
+    REVERSE: bool  # whether tiles are taken from the last to the first
+    LOADED: bool  # whether each tile loads the state again: see `configs.is_held`
 
 
 @triton.jit
 def product_kernel(
     a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
-    scales: StateScales, sizes: LinearSizes, a_strides: Strides, b_strides: Strides, c_strides: Strides, x_strides: Strides,
-    out_strides: Strides, initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr,
-    config: tl.constexpr, product: tl.constexpr,
+    scales: StateScales, sizes: LinearSizes, strides: ProductStrides, spec: tl.constexpr, config: tl.constexpr,
+    product: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of ``out`` (B, N, H, features) for a chunk of a head.
 
-    ``a`` and ``b`` are encoded and ``c`` is not, or the other product round if ``DECODED``: then ``out`` is the gradient
+    ``a`` and ``b`` are encoded and ``c`` is not, or the other way round if ``DECODED``: then ``out`` is the gradient
     of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before and behind all
     tiles; without causality ``initial`` (S, H, F, E) is that of all tokens. ``partial`` (slots, H, F) float64 are
     sums for theta's gradient.
@@ -83,38 +92,38 @@ def product_kernel(
     within = turn_within(steps, config, HALF and not THETA)
     index = place.slot if config.CAUSAL else place.sequence
     if not product.LOADED:
-        state = load_state(initial, index, place.h, first_f, first_e, into, initial_strides, spec, config, DECODED)
+        state = load_state(initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED)
     theta_sum = tl.zeros((config.BLOCK_F,), tl.float64)
     tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
     for tile in range(tiles):
         first = place.first + (tiles - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        a_rows = row_pointers(a, n, place, a_strides, spec.VEC)
-        out_rows = row_pointers(out, n, place, out_strides, spec.VEC)
+        a_rows = row_pointers(a, n, place, strides.a, spec.VEC)
+        out_rows = row_pointers(out, n, place, strides.out, spec.VEC)
         if DECODED:
-            rows = load_plain(a_rows, mask, a_strides, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+            rows = load_plain(a_rows, mask, strides.a, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
         else:
-            rows = load_pieces(a_rows, mask, a_strides, 0, config.PIECES, spec, config)
+            rows = load_pieces(a_rows, mask, strides.a, 0, config.PIECES, spec, config)
         if config.CAUSAL:
-            b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
-            c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
+            b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
+            c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
             if DECODED:
-                others = load_plain(b_rows, mask, b_strides, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
-                values = load_pieces(c_rows, mask, c_strides, first_f, 1, spec, config)
+                others = load_plain(b_rows, mask, strides.b, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+                values = load_pieces(c_rows, mask, strides.c, first_f, 1, spec, config)
             else:
-                others = load_pieces(b_rows, mask, b_strides, 0, config.PIECES, spec, config)
-                values = load_plain(c_rows, mask, c_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+                others = load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
+                values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         original = (rows[0], rows[0])
         if READS_X:
-            x_rows = row_pointers(x, n, place, x_strides, spec.VEC)
-            original = load_input(x_rows, mask, x_strides.f, first_f, spec, config.BLOCK_F)
+            x_rows = row_pointers(x, n, place, strides.x, spec.VEC)
+            original = load_input(x_rows, mask, strides.x.f, first_f, spec, config.BLOCK_F)
         turns = turn_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
             rows = encode(rows, turns, 0, spec, config)
         if product.LOADED:
             results = carry_loaded(
-                rows, initial, index, place.h, first_f, first_e, into, initial_strides, spec, config, DECODED,
+                rows, initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED,
                 RESULTS,
             )  # fmt: skip
         else:
@@ -140,25 +149,25 @@ def product_kernel(
             for p in tl.static_range(RESULTS):
                 whole = whole + (results[p] * scale,)
         if DECODED:
-            dphi = store_decoded(out_rows, whole, original, turns, mask, out_strides, first_f, spec, config, THETA)
+            dphi = store_decoded(out_rows, whole, original, turns, mask, strides.out, first_f, spec, config, THETA)
             if THETA:
                 t = tl.arange(0, config.BLOCK_T).to(tl.float32)
                 at_first = first.to(tl.float64) + place.position.to(tl.float64)
                 at_first *= tl.sum(dphi, axis=0).to(tl.float64)
                 theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
         else:
-            store_plain(out_rows, whole[0], mask, out_strides, first_e, config.E, config.BLOCK_E, spec.UNIT)
+            store_plain(out_rows, whole[0], mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
     if cu_seqlens is not None:
         if DECODED:
             BOTH: tl.constexpr = 1 if spec.KIND == "cosine" else 2  # features of an angle
             clear_tail(
-                out, place, sizes, out_strides, first_f * BOTH, spec.F * BOTH, config.BLOCK_F * BOTH, spec, config
+                out, place, sizes, strides.out, first_f * BOTH, spec.F * BOTH, config.BLOCK_F * BOTH, spec, config
             )
         else:
-            clear_tail(out, place, sizes, out_strides, first_e, config.E, config.BLOCK_E, spec, config)
+            clear_tail(out, place, sizes, strides.out, first_e, config.E, config.BLOCK_E, spec, config)
     if final is not None:
         store_state(
-            final, state, place.slot, place.h, first_f, first_e, out_of, final_strides, spec, config, DECODED
+            final, state, place.slot, place.h, first_f, first_e, out_of, strides.final, spec, config, DECODED
         )
     if THETA:
         f = first_f + tl.arange(0, config.BLOCK_F)

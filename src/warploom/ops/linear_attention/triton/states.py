@@ -7,6 +7,8 @@ over the scale. ``a`` are sums of logarithms of decays from the chunk's first to
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -31,10 +33,17 @@ from warploom.ops.linear_attention.triton.tiles import (
 )
 
 
+class SumsStrides(NamedTuple):
+    """Strides of the kernel's tensors."""
+
+    b: Strides
+    c: Strides
+    states: StateStrides
+
+
 @triton.jit
 def sums_kernel(
-    b, c, states, totals, theta, offsets, cu_seqlens, decay, offset: tl.int32, sizes: LinearSizes, b_strides: Strides,
-    c_strides: Strides, states_strides: StateStrides, spec: tl.constexpr, config: tl.constexpr,
+    b, c, states, totals, theta, offsets, cu_seqlens, decay, offset: tl.int32, sizes: LinearSizes, strides: SumsStrides, spec: tl.constexpr, config: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Sum of a chunk, a block of its columns: from b (B, N, H, D) and c (B, N, H, E) to states (slots, H, F, E).
@@ -46,23 +55,23 @@ def sums_kernel(
     first_e = place.column * config.BLOCK_E
     steps = load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
     within = turn_within(steps, config, HALF)
-    state = load_state(None, 0, 0, 0, first_e, 1.0, states_strides, spec, config, False)
+    state = load_state(None, 0, 0, 0, first_e, 1.0, strides.states, spec, config, False)
     chunk_total = 0.0
     tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
     for tile in range(tiles):
         first = place.first + (tiles - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        b_rows = row_pointers(b, n, place, b_strides, spec.VEC)
-        c_rows = row_pointers(c, n, place, c_strides, spec.VEC)
-        x = load_pieces(b_rows, mask, b_strides, 0, config.PIECES, spec, config)
-        values = load_plain(c_rows, mask, c_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
+        c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
+        x = load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
+        values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, config)
         a, behind, total, _ = tile_decays(decay, first, place.last, place, sizes, config)
         weights = power(a if REVERSE else behind, HALF)
         state = advance(state, encoded, values, weights, total, config, HALF)
         chunk_total += total
-    store_state(states, state, place.slot, place.h, 0, first_e, 1.0, states_strides, spec, config, False)
+    store_state(states, state, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
     if totals is not None and place.column == 0:
         tl.store(totals + place.slot * sizes.heads + place.h, chunk_total)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,11 +27,21 @@ from warploom.ops.linear_attention.triton.tiles import (
 )
 
 
+class StepStrides(NamedTuple):
+    """Strides of the kernel's tensors."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    initial: StateStrides
+    final: StateStrides
+
+
 @triton.jit
 def step_kernel(
     q, k, v, out, initial, final, theta, offsets, cu_seqlens, decay, offset: tl.int32, scale: tl.float32,
-    sizes: LinearSizes, q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    initial_strides: StateStrides, final_strides: StateStrides, spec: tl.constexpr, config: tl.constexpr,
+    sizes: LinearSizes, strides: StepStrides, spec: tl.constexpr, config: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of outputs and state of a head, token by token: one product-sum a number of the state.
 
@@ -38,7 +50,7 @@ def step_kernel(
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = place.column * config.BLOCK_E
-    state = load_state(initial, place.sequence, place.h, 0, first_e, 1.0, initial_strides, spec, config, False)
+    state = load_state(initial, place.sequence, place.h, 0, first_e, 1.0, strides.initial, spec, config, False)
     steps = load_steps(theta, place, 0, 1, sizes, spec, config)
     for t in range(place.first, place.last):
         n = t + tl.arange(0, 1)
@@ -47,13 +59,13 @@ def step_kernel(
         for i in tl.static_range(len(steps)):
             whole, rest, unit = steps[i]
             turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], whole, rest, unit, HALF),)
-        q_rows = row_pointers(q, n, place, q_strides, spec.VEC)
-        k_rows = row_pointers(k, n, place, k_strides, spec.VEC)
-        v_rows = row_pointers(v, n, place, v_strides, spec.VEC)
-        out_rows = row_pointers(out, n, place, out_strides, spec.VEC)
-        queries = encode(load_pieces(q_rows, mask, q_strides, 0, 1, spec, config), turns, 0, spec, config)
-        keys = encode(load_pieces(k_rows, mask, k_strides, 0, 1, spec, config), turns, 0, spec, config)
-        values = load_plain(v_rows, mask, v_strides, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
+        k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
+        v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
+        out_rows = row_pointers(out, n, place, strides.out, spec.VEC)
+        queries = encode(load_pieces(q_rows, mask, strides.q, 0, 1, spec, config), turns, 0, spec, config)
+        keys = encode(load_pieces(k_rows, mask, strides.k, 0, 1, spec, config), turns, 0, spec, config)
+        values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         _, _, total, _ = tile_decays(decay, t, place.last, place, sizes, config)
         result = tl.zeros((config.BLOCK_E,), tl.float32)
         after = ()
@@ -66,8 +78,8 @@ def step_kernel(
             after = after + (one,)
         state = after
         result = (result * scale)[None, :]
-        store_plain(out_rows, result, mask, out_strides, first_e, config.E, config.BLOCK_E, spec.UNIT)
+        store_plain(out_rows, result, mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
     if cu_seqlens is not None:
-        clear_tail(out, place, sizes, out_strides, first_e, config.E, config.BLOCK_E, spec, config)
+        clear_tail(out, place, sizes, strides.out, first_e, config.E, config.BLOCK_E, spec, config)
     if final is not None:
-        store_state(final, state, place.sequence, place.h, 0, first_e, 1.0, final_strides, spec, config, False)
+        store_state(final, state, place.sequence, place.h, 0, first_e, 1.0, strides.final, spec, config, False)

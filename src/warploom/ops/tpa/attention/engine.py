@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.ops.flash_attention import engine as attention
-from warploom.ops.tpa.attention.problem import Call
+from warploom.ops.flash_attention.problem import Mask
 from warploom.ops.tpa.attention.triton.products import (
-    Packing,
-    Scales,
-    Sizes,
-    Strides,
+    AttentionSizes,
+    Operands,
+    OperandStrides,
+    ProductsConfig,
+    SequenceBounds,
     factor_kernel,
     product_kernel,
 )
-from warploom.ops.tpa.problem import Operands, feature_factors, strides_of
+from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, Factors, feature_factors, strides_of
 from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
 from warploom.runtime.launch import Dense, Launch
 from warploom.runtime.layout import tile_width
@@ -34,79 +35,87 @@ HEADS = 16
 RANKS = 16
 """Ranks of a step of a product."""
 WARPS = 2
-"""Of a program: on an H200 four took 1.1 to 1.2 times as long for products, and 1.5 times for gradients. Those in
-float32, and of more ranks than one step, take four."""
-ORDER = ("ak", "av", "aq", "bk", "bv", "bq")
-"""In the order in which the kernels' launches take them."""
+"""Warps of a program: on an H200 four took 1.1 to 1.2 times as long for products, and 1.5 times for gradients.
+Those in float32, and of more ranks than one step, take four."""
+_NO_HEADS, _NO_FEATURES = HeadStrides(0, 0, 0, 0), FeatureStrides(0, 0, 0, 0)
 
 
 class _Products(NamedTuple):
-    """What forms keys, values and queries, and gradients of factors from theirs."""
+    """Plan of what forms keys, values and queries, and gradients of factors from theirs."""
 
-    wholes: tuple[Dense, Dense, Dense | None]  # no queries where ``bq`` holds them
-    gradients: Any  # `Operands` of `Dense`; None for what is not computed here
+    wholes: tuple[Dense, Dense, Dense | None]  # keys, values, and queries unless ``bq`` holds them
+    gradients: Any  # `Factors` of `Dense`; None for what is not computed here
     form: Launch
     differentiate: Launch
 
-    def run(self, factors: Operands) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, N or M, H, D or E)."""
-        k, v, q = (None if like is None else like.empty(factors.bk) for like in self.wholes)
-        self.form(*_in_order(factors), k, v, q)
-        return factors.bq if q is None else q, k, v  # type: ignore[return-value]
+    def run(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values (B, N or M, H, D or E)."""
+        k, v, q = (None if like is None else like.empty(inputs.bk) for like in self.wholes)
+        self.form(k, v, q, *_factors_of(inputs))
+        return inputs.bq if q is None else q, k, v  # type: ignore[return-value]
 
-    def run_backward(
-        self, factors: Operands, dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens: Tensor | None
-    ) -> Operands:
-        """Gradients of the factors."""
-        gradients: Operands = self.gradients.map(lambda like: like.empty(factors.bk))
-        whole = factors.aq is None
-        self.differentiate(dk, dv, None if whole else dq, *_in_order(factors), *_in_order(gradients), cu_seqlens)
+    def run_backward(self, inputs: AttentionInputs, dq: Tensor, dk: Tensor, dv: Tensor) -> Factors:
+        """Returns the gradients of the factors."""
+        gradients: Factors = self.gradients.map(lambda like: like.empty(inputs.bk))
+        whole = inputs.aq is None
+        into = None if whole else dq
+        self.differentiate(dk, dv, into, *_factors_of(inputs), *gradients, inputs.cu_seqlens)
         return gradients._replace(bq=dq) if whole else gradients
 
 
-def _in_order(factors: Operands) -> tuple[Tensor | None, ...]:
-    """As the launches take them; ``bq`` is no factor where it holds whole queries."""
-    aq, ak, av, bq, bk, bv = factors
-    return ak, av, aq, bk, bv, None if aq is None else bq
+def _factors_of(inputs: AttentionInputs) -> Factors:
+    """Returns the factors that are multiplied; ``bq`` is none where it holds whole queries."""
+    factors = inputs.factors
+    return factors._replace(bq=None) if inputs.aq is None else factors  # type: ignore[arg-type]
 
 
-def forward(factors: Operands, call: Call, plans: Plans) -> tuple[Tensor, Tensor]:
-    """The output (B, N, H, E), and what the backward computes the weights again from, (2, B, H, N) in float32.
+def forward(inputs: AttentionInputs, options: AttentionOptions, plans: Plans) -> tuple[Tensor, Tensor]:
+    """Returns the output (B, N, H, E), and what the backward computes the weights from, (2, B, H, N) in float32.
 
     ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
-    q, k, v = plans.get("products", _plan, factors, call).run(factors)
+    q, k, v = plans.get("products", _plan, inputs, options).run(inputs)
     of_attention = plans.get("attention", Plans)
-    out, _, statistics = attention.forward(q, k, v, call.mask, _scale(factors, call), "highest", of_attention)
-    if factors.aq is not None and q.shape[3] == 1:  # of which queries do not show where features lay in factors
-        out = reorder_like(factors.aq, out)
+    out, _, statistics = attention.forward(
+        q, k, v, _mask(inputs, options), _scale(inputs, options), "highest", of_attention
+    )
+    if inputs.aq is not None and q.shape[3] == 1:  # of which queries do not show where features lay in factors
+        out = reorder_like(inputs.aq, out)
     return out, statistics
 
 
 def backward(
-    grad: Tensor, out: Tensor, statistics: Tensor, factors: Operands, call: Call, plans: Plans
-) -> Operands:
-    """Gradients of the factors. ``plans`` are as in `forward`."""
+    grad: Tensor, out: Tensor, statistics: Tensor, inputs: AttentionInputs, options: AttentionOptions, plans: Plans
+) -> Factors:
+    """Returns the gradients of the factors. ``plans`` are as in `forward`."""
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-    strides = tuple([None if factor is None else factor.stride() for factor in factors])
-    products = plans.get(strides, _plan, factors, call)
-    q, k, v = products.run(factors)
+    strides = tuple([None if factor is None else factor.stride() for factor in inputs[:6]])
+    products = plans.get(strides, _plan, inputs, options)
+    q, k, v = products.run(inputs)
     of_attention = plans.get("attention", Plans)
+    mask, scale = _mask(inputs, options), _scale(inputs, options)
     dq, dk, dv, _ = attention.backward(
-        grad, None, q, k, v, out, statistics, call.mask, _scale(factors, call), "highest", of_attention
-    )
-    return products.run_backward(factors, dq, dk, dv, call.cu_seqlens)
+        grad, None, q, k, v, out, statistics, mask, scale, "highest", of_attention
+    )  # fmt: skip
+    return products.run_backward(inputs, dq, dk, dv)
 
 
-def _scale(factors: Operands, call: Call) -> float:
-    """Of the logits: that of whole queries too, which are read as they are."""
-    return call.scale * (call.scale_q if factors.aq is None else 1.0)
+def _mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
+    """Returns which keys a query sees."""
+    right = 0 if options.causal else None
+    return Mask(right=right, cu_seqlens_q=inputs.cu_seqlens, cu_seqlens_k=inputs.cu_seqlens)
 
 
-def _plan(factors: Operands, call: Call) -> _Products:
+def _scale(inputs: AttentionInputs, options: AttentionOptions) -> float:
+    """Returns the scale of the logits: that of whole queries too, which are read as they are."""
+    return options.scale * (options.scale_q if inputs.aq is None else 1.0)
+
+
+def _plan(inputs: AttentionInputs, options: AttentionOptions) -> _Products:
+    factors = inputs.factors
     aq, ak, av, bq, bk, bv = factors.ranked()
     batch, tokens = bq.shape[:2]
-    bounds = call.cu_seqlens
+    bounds = inputs.cu_seqlens
     keys, heads = ak.shape[1:3]
     q = None if aq is None else layout_of(aq, bq.shape[3])
     k, v = layout_of(ak, bk.shape[3]), layout_of(av, bv.shape[3])
@@ -116,38 +125,32 @@ def _plan(factors: Operands, call: Call) -> _Products:
     widest = max(tile_width(bk.shape[3]), tile_width(bv.shape[3]))
     # Queries have the most ranks. A program holds all of them, of wide rows and in float32 those of one step.
     block_r = RANKS if bk.dtype == torch.float32 or widest > 128 else min(tile_width(bq.shape[2]), 64)
-    blocks = -(-heads // HEADS)
     shares = [-(-b.shape[2] // block_r) for b in (bq, bk, bv)]
     q_strides, q_features = _operand(aq, bq, q, daq, dbq)
     k_strides, k_features = _operand(ak, bk, k, dak, dbk)
     v_strides, v_features = _operand(av, bv, v, dav, dbv)
     arguments: dict[str, Any] = {
-        "sizes": Sizes(batch, tokens, keys, heads),
-        "q_strides": q_strides,
-        "k_strides": k_strides,
-        "v_strides": v_strides,
-        "scales": Scales(call.scale_q, call.scale_k, call.scale_v),
-        "Q": q_features,
-        "K": k_features,
-        "V": v_features,
-        "BLOCK_H": HEADS,
-    }
+        "sizes": AttentionSizes(batch, tokens, keys, heads),
+        "operands": Operands(
+            q_strides, k_strides, v_strides, options.scale_q, options.scale_k, options.scale_v
+        ),
+    }  # fmt: skip
     form = Launch(
         product_kernel,
-        (2 * batch * keys + queries) * blocks,
-        takes=(*ORDER, "k", "v", "q"),
+        (2 * batch * keys + queries) * -(-heads // HEADS),
+        takes=("k", "v", "q", *Factors._fields),
         num_warps=WARPS,
-        BLOCK_R=RANKS,
+        config=ProductsConfig(q_features, k_features, v_features, HEADS, RANKS),
         **arguments,
     )
     differentiate = Launch(
         factor_kernel,
         batch * keys * (shares[1] + shares[2]) + queries * shares[0],
-        takes=("dk", "dv", "dq", *ORDER, *(f"d{name}" for name in ORDER), "cu_seqlens"),
+        takes=("dk", "dv", "dq", *Factors._fields, *(f"d{name}" for name in Factors._fields), "cu_seqlens"),
         num_warps=4 if block_r > RANKS or bk.dtype == torch.float32 else WARPS,
         num_stages=1,
-        BLOCK_R=block_r,
-        packing=None if bounds is None else Packing(bounds.shape[0] - 1, bounds.stride(0)),
+        config=ProductsConfig(q_features, k_features, v_features, HEADS, block_r),
+        bounds=None if bounds is None else SequenceBounds(bounds.shape[0] - 1, bounds.stride(0)),
         **arguments,
     )
     wholes = (Dense.like(k), Dense.like(v), None if q is None else Dense.like(q))
@@ -159,12 +162,16 @@ def _plan(factors: Operands, call: Call) -> _Products:
 
 def _operand(
     a: Tensor | None, b: Tensor, x: Tensor | None, da: Tensor | None, db: Tensor
-) -> tuple[Strides | None, Features | None]:
-    """Strides of factors, of their product, and of their gradients, and what the compiler knows of features."""
+) -> tuple[OperandStrides, Features]:
+    """Returns strides of factors, their product and their gradients, and what the compiler knows of features.
+
+    Those of whole queries, which are not formed, are zeros.
+    """
     if a is None or x is None:
-        return None, None
+        none = OperandStrides(_NO_HEADS, _NO_FEATURES, _NO_FEATURES, _NO_HEADS, _NO_FEATURES)
+        return none, Features(0, 0, 0, 0, False)
     found = feature_factors(b, x, db)
     of_b, of_x, of_db = (FeatureStrides(*strides) for strides in found.strides)
     of_a, of_da = (HeadStrides(*strides_of(factor)) for factor in (a, da))
     features = Features(b.shape[2], b.shape[3], tile_width(b.shape[3]), found.vector, found.flag)
-    return Strides(of_a, of_b, of_x, of_da, of_db), features
+    return OperandStrides(of_a, of_b, of_x, of_da, of_db), features

@@ -1,4 +1,4 @@
-"""Into what chunks decoding cuts the keys of a batch entry, and how much of their tree a program takes."""
+"""Chunks into which decoding cuts the keys of a batch entry, and how much of their tree a program takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Chunks(NamedTuple):
-    """Into what chunks the valid keys of a batch entry are cut: the same everywhere, since results depend on it.
+class ChunkTree(NamedTuple):
+    """Cuts of the valid keys of a batch entry into chunks: the same everywhere, since results depend on it.
 
     Chunks are the leaves of a tree, of whose levels a program may take as many as suits the size of the batch.
     """
@@ -25,14 +25,14 @@ class Chunks(NamedTuple):
         return len(self.widths)
 
     def spans(self, keys: int, levels: int) -> int:
-        """The most spans among all lengths up to ``keys``, where a program takes so many levels of the tree."""
+        """Returns the most spans among all lengths up to ``keys``, for so many levels of the tree a program."""
         if levels == self.all_levels:
             return 1
         chunks = max(min(-(-keys // self.shortest), self.wanted), -(-keys // self.longest), 1)
         return -(-chunks // self.widths[levels])
 
     def levels(self, strategy: str, keys: int, microseconds: Callable[[int], float]) -> int:
-        """How much of the tree a program takes: what is fastest under a strategy, by the time for so many spans."""
+        """Returns how many levels a program takes: the fastest under a strategy, by the time for so many spans."""
         one = next(levels for levels in range(self.all_levels + 1) if self.spans(keys, levels) == 1)
         if strategy in ("batch", "batch_head") or one == 0:
             return one

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.tpa.problem import Operands
+from warploom.ops.tpa.call import Factors
 from warploom.runtime.layout import tile_width
 
 
@@ -22,7 +22,7 @@ class RowTile(NamedTuple):
     stages: int
 
     def blocks(self, heads: int, tokens: int) -> int:
-        """How many of them there are in a batch entry."""
+        """Returns how many of them there are in a batch entry."""
         return -(-heads // self.heads) * -(-tokens // self.queries)
 
 
@@ -49,8 +49,8 @@ JOIN = 0.06
 """Microseconds that each part of a batch entry costs the second kernel."""
 
 
-def row_tile(factors: Operands, strategy: str) -> RowTile:
-    """The tile for the larger of both ranks and of D and E, and as many rows as there are.
+def row_tile(factors: Factors, strategy: str) -> RowTile:
+    """Returns the tile for the larger of both ranks and of D and E, and as many rows as there are.
 
     64 rows are what a warp group takes, 16 what a warp takes. Never for the batch: results must not depend on it.
     """

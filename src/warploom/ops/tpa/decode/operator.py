@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from warploom.ops.tpa.problem import FACTORS, Operands, flops_of_pairs, flops_of_products
-from warploom.ops.tpa.validation import DecodeOptions as Options
+from warploom.ops.tpa.call import FACTORS, DecodeInputs, DecodeOptions, flops_of_pairs, flops_of_products
 from warploom.runtime.dispatch import CustomOperator, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.plans import Plans
@@ -17,22 +14,18 @@ if TYPE_CHECKING:
 else:
     engine = LazyModule(".engine", __package__)
 
-Tensor = torch.Tensor
+
+def _forward(inputs: DecodeInputs, _: int, options: DecodeOptions, plans: Plans) -> Tensors:
+    return (engine.decode(inputs, options, plans),)
 
 
-def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
-    aq, ak, av, bq, bk, bv, cache_seqlens = tensors
-    return (engine.decode(Operands(aq, ak, av, bq, bk, bv), engine.DecodeCall(cache_seqlens, *options), plans),)
+def _fake(inputs: DecodeInputs, options: DecodeOptions) -> Tensors:
+    return (empty_in_order_of(inputs.bq if inputs.aq is None else inputs.aq, inputs.bv.shape[-1]),)
 
 
-def _fake(tensors: Tensors, options: Options) -> Tensors:
-    aq, _, _, bq, _, bv, _ = tensors
-    return (empty_in_order_of(bq if aq is None else aq, bv.shape[-1]),)
-
-
-def _flops(tensors: Tensors, options: Options) -> int:
-    """Products of factors for queries, keys and values, and two of attention with the whole cache."""
-    return flops_of_products(tensors) + flops_of_pairs(tensors, None, 1, 1)
+def _flops(inputs: DecodeInputs, options: DecodeOptions) -> int:
+    """Returns those of products of factors, and of two products of attention with the whole cache."""
+    return flops_of_products(inputs) + flops_of_pairs(inputs, None, 1, 1)
 
 
 OPERATOR = CustomOperator(
@@ -40,7 +33,8 @@ OPERATOR = CustomOperator(
     tensors=f"{FACTORS}, Tensor? cache_seqlens",
     options="str strategy, float scale, float scale_q, float scale_k, float scale_v",
     num_results=1,
-    options_type=Options,
+    inputs_type=DecodeInputs,
+    options_type=DecodeOptions,
     forward=_forward,
     fake=_fake,
     flops=_flops,

@@ -1,4 +1,4 @@
-"""What kernels of decoding and of attention share: strides of factors, and what the compiler knows of them."""
+"""Types that kernels of decoding and of attention share: strides of factors, and what the compiler knows of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FeatureStrides(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What the compiler knows of feature factors: strides but the last come divided by ``VEC``.
+    """Layout of feature factors: strides but the last come divided by ``VEC``.
 
     ``UNIT``: features are adjacent, and offsets within a tile fit in 32 bits.
     """

@@ -16,14 +16,14 @@ import triton.language as tl
 
 from warploom.device.packed import is_in_sequence
 from warploom.device.product import add_outside, exact_dot, rounded
-from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
+from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
-"""Of a gradient of float32 head factors that are added up one after another."""
+"""Terms of a gradient of float32 head factors that are added up one after another."""
 
 
-class Strides(NamedTuple):
-    """Of head and feature factors, of their product (B, N, H, F) or its gradient, and of the factors' gradients."""
+class OperandStrides(NamedTuple):
+    """Strides of head and feature factors, of their product (B, N, H, F), and of the factors' gradients."""
 
     a: HeadStrides
     b: FeatureStrides
@@ -32,28 +32,41 @@ class Strides(NamedTuple):
     db: FeatureStrides
 
 
-class Scales(NamedTuple):
-    """Of queries, keys and values."""
+class Operands(NamedTuple):
+    """Strides of queries, keys and values and of their factors, and what the products are multiplied by."""
 
-    q: tl.float32
-    k: tl.float32
-    v: tl.float32
+    q: OperandStrides
+    k: OperandStrides
+    v: OperandStrides
+    scale_q: tl.float32
+    scale_k: tl.float32
+    scale_v: tl.float32
 
 
-class Packing(NamedTuple):
-    """Of packed sequences."""
+class SequenceBounds(NamedTuple):
+    """Number of packed sequences, and the stride of their bounds."""
 
     sequences: tl.int32
     cu_stride: tl.int64
 
 
-class Sizes(NamedTuple):
-    """Of a call: queries and keys of a batch entry."""
+class AttentionSizes(NamedTuple):
+    """Sizes of a call: queries and keys are those of a batch entry."""
 
     batches: tl.int32
     tokens: tl.int32
     keys: tl.int32
     heads: tl.int32
+
+
+class ProductsConfig(NamedTuple):
+    """Compile-time choices: `Features` of each operand, and heads and ranks of a step."""
+
+    Q: Features
+    K: Features
+    V: Features
+    BLOCK_H: int
+    BLOCK_R: int
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -134,7 +147,7 @@ def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.co
 
 @triton.jit
 def form_gradients(
-    dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, packing,
+    dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, bounds,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
@@ -148,7 +161,7 @@ def form_gradients(
     is_rank, is_feature = r < X.R, f < X.F
     is_given = is_rank
     if cu_seqlens is not None:
-        is_given = is_rank & is_in_sequence(n, cu_seqlens, packing.cu_stride, packing.sequences)
+        is_given = is_rank & is_in_sequence(n, cu_seqlens, bounds.cu_stride, bounds.sequences)
     mask = is_given[:, None] & is_feature[None, :]
     features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
     total = tl.zeros((BLOCK_R, X.BLOCK_F), tl.float32)
@@ -179,47 +192,56 @@ def form_gradients(
 
 @triton.jit
 def product_kernel(
-    ak, av, aq, bk, bv, bq, k, v, q, sizes: Sizes,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, scales: Scales,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    ak, av, aq, bk, bv, bq, k, v, q, sizes: AttentionSizes, operands: Operands, config: tl.constexpr
 ):  # fmt: skip
-    """Keys, values and, with ``aq``, queries, each from its factors. Q, K and V are their `Features`."""
+    """Keys, values and, with ``aq``, queries, each from its factors."""
+    Q: tl.constexpr = config.Q
+    K: tl.constexpr = config.K
+    V: tl.constexpr = config.V
+    BLOCK_H: tl.constexpr = config.BLOCK_H
+    BLOCK_R: tl.constexpr = config.BLOCK_R
     program = tl.program_id(0)
     heads = sizes.heads
     of_keys = sizes.batches * sizes.keys * tl.cdiv(heads, BLOCK_H)
     if program < of_keys:
-        form(ak, bk, k, program, sizes.keys, heads, k_strides, scales.k, K, BLOCK_H, BLOCK_R)
+        form(ak, bk, k, program, sizes.keys, heads, operands.k, operands.scale_k, K, BLOCK_H, BLOCK_R)
     elif program < 2 * of_keys:
-        form(av, bv, v, program - of_keys, sizes.keys, heads, v_strides, scales.v, V, BLOCK_H, BLOCK_R)
+        form(av, bv, v, program - of_keys, sizes.keys, heads, operands.v, operands.scale_v, V, BLOCK_H, BLOCK_R)
     else:
         if aq is not None:
-            form(aq, bq, q, program - 2 * of_keys, sizes.tokens, heads, q_strides, scales.q, Q, BLOCK_H, BLOCK_R)
+            program -= 2 * of_keys
+            form(aq, bq, q, program, sizes.tokens, heads, operands.q, operands.scale_q, Q, BLOCK_H, BLOCK_R)
 
 
 @triton.jit
 def factor_kernel(
-    dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, cu_seqlens, sizes: Sizes, packing: Packing,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, scales: Scales,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, cu_seqlens, sizes: AttentionSizes,
+    bounds: SequenceBounds, operands: Operands, config: tl.constexpr,
 ):  # fmt: skip
     """Gradients of all factors from those of queries, keys and values; see `product_kernel`."""
+    Q: tl.constexpr = config.Q
+    K: tl.constexpr = config.K
+    V: tl.constexpr = config.V
+    BLOCK_H: tl.constexpr = config.BLOCK_H
+    BLOCK_R: tl.constexpr = config.BLOCK_R
     program = tl.program_id(0)
     heads = sizes.heads
     of_keys = sizes.batches * sizes.keys * ((K.R + BLOCK_R - 1) // BLOCK_R)
     of_values = sizes.batches * sizes.keys * ((V.R + BLOCK_R - 1) // BLOCK_R)
     if program < of_keys:
         form_gradients(
-            dk, ak, bk, dak, dbk, program, sizes.keys, heads, k_strides, scales.k, cu_seqlens, packing, K, BLOCK_H, BLOCK_R
+            dk, ak, bk, dak, dbk, program, sizes.keys, heads, operands.k, operands.scale_k, cu_seqlens, bounds, K,
+            BLOCK_H, BLOCK_R,
         )  # fmt: skip
     elif program < of_keys + of_values:
-        program -= of_keys
         form_gradients(
-            dv, av, bv, dav, dbv, program, sizes.keys, heads, v_strides, scales.v, cu_seqlens, packing, V, BLOCK_H, BLOCK_R
+            dv, av, bv, dav, dbv, program - of_keys, sizes.keys, heads, operands.v, operands.scale_v, cu_seqlens, bounds,
+            V, BLOCK_H, BLOCK_R,
         )  # fmt: skip
     else:
         if aq is not None:
             program -= of_keys + of_values
             form_gradients(
-                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, q_strides, scales.q, cu_seqlens, packing, Q, BLOCK_H,
-                BLOCK_R,
+                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, operands.q, operands.scale_q, cu_seqlens, bounds, Q,
+                BLOCK_H, BLOCK_R,
             )  # fmt: skip

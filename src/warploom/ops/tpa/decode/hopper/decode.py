@@ -25,14 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
-from warploom.ops.tpa.decode.triton.decode import Scales, Softmax
+from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales, SpanSoftmax
 
 BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call, and the stride of lengths."""
+class SpanSizes(NamedTuple):
+    """Sizes of a call, and the stride of cache_seqlens."""
 
     lengths_stride: gl.int32
     units: gl.int32  # spans of all batch entries
@@ -57,6 +57,21 @@ class TokenFeatureStrides(NamedTuple):
     f: gl.int32
 
 
+class HopperDecodeConfig(NamedTuple):
+    """Compile-time choices of the kernel."""
+
+    H: int  # heads
+    RQ: int  # ranks of queries
+    R: int  # ranks of keys and values
+    D: int  # features of keys
+    E: int  # features of values
+    A_STAGES: int  # buffers of tiles of head factors
+    B_STAGES: int  # buffers of tiles of feature factors
+    WHOLE: bool  # whether a span has all keys
+    CHUNKS: ChunkLengths
+    SLOTS: int  # levels of the tree at which a sum may wait
+
+
 class Copies(NamedTuple):
     """What the copying warp copies, and where to."""
 
@@ -66,11 +81,11 @@ class Copies(NamedTuple):
     bv_desc: gl.tensor
     a: Ring  # head factors (BLOCK_M, ROWS · R)
     b: Ring  # feature factors (BLOCK_M, BLOCK), a tile for each rank
-    lengths: gl.tensor | None
-    sizes: Sizes
+    cache_seqlens: gl.tensor | None
+    sizes: SpanSizes
 
 
-class Queries(NamedTuple):
+class QueryTiles(NamedTuple):
     """Query factors, and where Qᵀ is formed."""
 
     aq: gl.tensor | None
@@ -82,21 +97,21 @@ class Queries(NamedTuple):
     bq_strides: TokenFeatureStrides
 
 
-class Decode(NamedTuple):
+class DecodeProgram(NamedTuple):
     """What the computing warps work on."""
 
-    queries: Queries
+    queries: QueryTiles
     out: gl.tensor
     partial: gl.tensor | None
     statistics: gl.tensor | None
     w_tiles: gl.shared_memory_descriptor  # weights (R, BLOCK_M, ROWS)
-    waiting: Softmax  # of each level of the tree
+    waiting: SpanSoftmax  # of each level of the tree
     a: Ring
     b: Ring
-    lengths: gl.tensor | None
-    sizes: Sizes
+    cache_seqlens: gl.tensor | None
+    sizes: SpanSizes
     out_strides: TokenFeatureStrides
-    scales: Scales
+    scales: DecodeScales
 
 
 @gluon.jit
@@ -109,12 +124,12 @@ def chunk_length(length, chunks):
 
 
 @gluon.jit
-def span_of(unit, lengths, sizes, CHUNKS: gl.constexpr):
+def span_of(unit, cache_seqlens, sizes, CHUNKS: gl.constexpr):
     """Batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
     batch = unit // sizes.spans
     length = sizes.keys
-    if lengths is not None:
-        length = gl.load(lengths + batch.to(gl.int64) * sizes.lengths_stride)
+    if cache_seqlens is not None:
+        length = gl.load(cache_seqlens + batch.to(gl.int64) * sizes.lengths_stride)
         length = gl.maximum(gl.minimum(length, sizes.keys), 0).to(gl.int32)
     chunk = chunk_length(length, CHUNKS)
     first = sizes.keys * 0
@@ -126,20 +141,21 @@ def span_of(unit, lengths, sizes, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def copy_spans(copies, R: gl.constexpr, CHUNKS: gl.constexpr):
+def copy_spans(config: gl.constexpr, copies):
     """The copying warp."""
-    ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes = copies
+    R: gl.constexpr = config.R
+    a, b, sizes = copies.a, copies.b, copies.sizes
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, _ = span_of(unit, lengths, sizes, CHUNKS)
+        batch, first, end, _ = span_of(unit, copies.cache_seqlens, sizes, config.CHUNKS)
         for start in range(first, end, BLOCK_M):
-            copy_tile(ak_desc, batch, 0, start, a, a_count)
+            copy_tile(copies.ak_desc, batch, 0, start, a, a_count)
             for r in gl.static_range(R):
-                copy_tile(bk_desc, batch, r, start, b, b_count + r)
-            copy_tile(av_desc, batch, 0, start, a, a_count + 1)
+                copy_tile(copies.bk_desc, batch, r, start, b, b_count + r)
+            copy_tile(copies.av_desc, batch, 0, start, a, a_count + 1)
             for r in gl.static_range(R):
-                copy_tile(bv_desc, batch, r, start, b, b_count + R + r)
+                copy_tile(copies.bv_desc, batch, r, start, b, b_count + R + r)
             a_count += 2
             b_count += 2 * R
 
@@ -177,7 +193,13 @@ def head_factors(tile, R: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Leave Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
-    aq, bq, tile, aq_tile, bq_tile, aq_strides, bq_strides = queries
+    aq, bq, tile = queries.aq, queries.bq, queries.tile
+    aq_tile, bq_tile, aq_strides, bq_strides = (
+        queries.aq_tile,
+        queries.bq_tile,
+        queries.aq_strides,
+        queries.bq_strides,
+    )
     BLOCK: gl.constexpr = tile.shape[0]
     ROWS: gl.constexpr = tile.shape[1]
     bq += batch.to(gl.int64) * bq_strides.b
@@ -214,7 +236,7 @@ def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
     rescale = power_of_two(before_max - base)
     rescale_new = power_of_two(softmax.row_max - base)
     wide = rescale[None, :] + gl.zeros(softmax.acc.shape, gl.float32, LAYOUT)
-    return Softmax(
+    return SpanSoftmax(
         gl.fma(waiting.acc.index(level).load(LAYOUT), wide, softmax.acc * rescale_new[None, :]),
         row_max,
         gl.fma(
@@ -256,13 +278,14 @@ def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def attend_spans(
-    call, H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
-):  # fmt: skip
+def attend_spans(config: gl.constexpr, call):
     """The computing warps."""
-    queries, out, partial, statistics, w_tiles, waiting, a, b, lengths, sizes, out_strides, scales = call
-    q_tile = queries.tile
+    H: gl.constexpr = config.H
+    R: gl.constexpr = config.R
+    E: gl.constexpr = config.E
+    out, w_tiles, waiting, a, b = call.out, call.w_tiles, call.waiting, call.a, call.b
+    sizes, out_strides, scales = call.sizes, call.out_strides, call.scales
+    q_tile = call.queries.tile
     BLOCK: gl.constexpr = q_tile.shape[0]
     ROWS: gl.constexpr = q_tile.shape[1]
     B_STAGES: gl.constexpr = b.full.shape[0]
@@ -280,10 +303,10 @@ def attend_spans(
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, chunk = span_of(unit, lengths, sizes, CHUNKS)
-        if WHOLE or first < end:
-            query_tile(queries, batch, scales.q, H, RQ, D, LAYOUT)
-            softmax = Softmax(none, none_max, none_sum)
+        batch, first, end, chunk = span_of(unit, call.cache_seqlens, sizes, config.CHUNKS)
+        if config.WHOLE or first < end:
+            query_tile(call.queries, batch, scales.q, H, config.RQ, config.D, LAYOUT)
+            softmax = SpanSoftmax(none, none_max, none_sum)
             for chunk_start in range(first, end, chunk):
                 chunk_end = gl.minimum(chunk_start + chunk, end)
                 acc, row_max = none, none_max
@@ -346,41 +369,41 @@ def attend_spans(
                 row_sum = gl.sum(sums, 0)
                 place, first_place = chunk_start // chunk, first // chunk
                 softmax = climb(
-                    Softmax(acc, row_max, row_sum), waiting, place, first_place, chunk_end == end, LAYOUT
+                    SpanSoftmax(acc, row_max, row_sum), waiting, place, first_place, chunk_end == end, LAYOUT
                 )
             acc, row_max, row_sum = softmax
-            if WHOLE:
+            if config.WHOLE:
                 result = acc * (scales.v / gl.where(row_sum == 0.0, 1.0, row_sum))[None, :]
                 ptrs = out + batch.to(gl.int64) * out_strides.b
                 ptrs = ptrs + (h.to(gl.int64) * out_strides.r)[None, :] + e * out_strides.f
                 gl.store(ptrs, result.to(out.dtype.element_ty), mask=(h < H)[None, :] & (e < E))
             else:
                 slot = unit.to(gl.int64)
-                gl.store(partial + slot * (H * E) + (h * E)[None, :] + e, acc, mask=(h < H)[None, :] & (e < E))
-                gl.store(statistics + slot * (2 * H) + h, row_max, mask=h < H)
-                gl.store(statistics + slot * (2 * H) + H + h, row_sum, mask=h < H)
+                gl.store(call.partial + slot * (H * E) + (h * E)[None, :] + e, acc, mask=(h < H)[None, :] & (e < E))
+                gl.store(call.statistics + slot * (2 * H) + h, row_max, mask=h < H)
+                gl.store(call.statistics + slot * (2 * H) + H + h, row_sum, mask=h < H)
 
 
-POINTERS = ["aq", "bq", "lengths", "out"]
+POINTERS = ["aq", "bq", "cache_seqlens", "out"]
 
 
 @gluon.jit(do_not_specialize_on_alignment=POINTERS)
 def hopper_decode_kernel(
-    ak_desc, av_desc, bk_desc, bv_desc, aq, bq, lengths, out, partial, statistics,
-    sizes: Sizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides, scales: Scales,
-    H: gl.constexpr, RQ: gl.constexpr, R: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    A_STAGES: gl.constexpr, B_STAGES: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+    ak_desc, av_desc, bk_desc, bv_desc, aq, bq, cache_seqlens, out, partial, statistics,
+    sizes: SpanSizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides,
+    scales: DecodeScales, config: gl.constexpr,
 ):  # fmt: skip
-    """One new token of every batch entry, over spans of its keys, of so many chunks each. CHUNKS are `ChunkLengths`.
+    """One new token of every batch entry, over spans of its keys, of so many chunks each.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
     with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `triton.decode.decode_kernel` writes.
     """
+    R: gl.constexpr = config.R
     ROWS: gl.constexpr = ak_desc.block_type.shape[3] // R
     BLOCK: gl.constexpr = bk_desc.block_type.shape[3]
     dtype: gl.constexpr = bk_desc.dtype
-    a_tiles = gl.allocate_shared_memory(dtype, [A_STAGES, 1, 1, BLOCK_M, ROWS * R], ak_desc.layout)
-    b_tiles = gl.allocate_shared_memory(dtype, [B_STAGES, 1, 1, BLOCK_M, BLOCK], bk_desc.layout)
+    a_tiles = gl.allocate_shared_memory(dtype, [config.A_STAGES, 1, 1, BLOCK_M, ROWS * R], ak_desc.layout)
+    b_tiles = gl.allocate_shared_memory(dtype, [config.B_STAGES, 1, 1, BLOCK_M, BLOCK], bk_desc.layout)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, ROWS], dtype)
     q_tile = gl.allocate_shared_memory(dtype, [BLOCK, ROWS], Q_LAYOUT)
     AQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, RANKS], dtype)
@@ -392,17 +415,17 @@ def hopper_decode_kernel(
     # A thread has two neighbours of an (8, 8) tile of results: with this swizzle half a warp meets no bank twice.
     SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    waiting = Softmax(
-        gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, ROWS], SUMS_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], FLAT_LAYOUT),
+    waiting = SpanSoftmax(
+        gl.allocate_shared_memory(gl.float32, [config.SLOTS, BLOCK, ROWS], SUMS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [config.SLOTS, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [config.SLOTS, ROWS], FLAT_LAYOUT),
     )
-    a = new_ring(a_tiles, A_STAGES, 1)
-    b = new_ring(b_tiles, B_STAGES, 1)
+    a = new_ring(a_tiles, config.A_STAGES, 1)
+    b = new_ring(b_tiles, config.B_STAGES, 1)
     fence_async_shared()
-    copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, lengths, sizes)
-    queries = Queries(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
-    call = Decode(queries, out, partial, statistics, w_tiles, waiting, a, b, lengths, sizes, out_strides, scales)
-    gl.warp_specialize(
-        [(attend_spans, (call, H, RQ, R, D, E, WHOLE, CHUNKS)), (copy_spans, (copies, R, CHUNKS))], [1], [24]
+    copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, cache_seqlens, sizes)
+    queries = QueryTiles(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
+    call = DecodeProgram(
+        queries, out, partial, statistics, w_tiles, waiting, a, b, cache_seqlens, sizes, out_strides, scales
     )
+    gl.warp_specialize([(attend_spans, (config, call)), (copy_spans, (config, copies))], [1], [24])

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from warploom.ops.tpa.decode.chunks import Chunks
-from warploom.ops.tpa.problem import Operands
+from warploom.ops.tpa.call import Factors
+from warploom.ops.tpa.decode.chunks import ChunkTree
 from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, multiprocessors, supports_tma
 from warploom.runtime.layout import TILE_STRIDE_LIMIT
 from warploom.runtime.memory_order import layout_of
@@ -24,14 +24,14 @@ Tensor = torch.Tensor
 MOST_HEADS = 32
 """Rows of a tile; more would need more registers for their sums than there are."""
 MOST_RANKS = 16
-"""Of the queries, whose factors are multiplied in one go."""
+"""Ranks of the queries, whose factors are multiplied in one go."""
 _BLOCK_M = 64
 _LONGEST = 2**31  # strides travel in 32 bits
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
 _BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
-"""The most of it for both rings of buffers, by rank."""
-CHUNKS = Chunks(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
+"""The most shared memory for both rings of buffers, by rank."""
+CHUNKS = ChunkTree(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
 _SLOTS = CHUNKS.all_levels
 """Levels of the tree at which a sum may have to wait for its neighbour."""
 ONE_PROGRAM = 44e3
@@ -54,7 +54,7 @@ class Rings(NamedTuple):
 
 
 def rings(rank: int, rows: int, width: int) -> Rings:
-    """As many buffers as there is room for, up to a point: as much of head factors as of feature factors.
+    """Returns as many buffers as there is room for, up to a point: as much of head factors as of feature factors.
 
     ``rows`` and ``width`` of a tile are heads and features, as blocks.
     """
@@ -66,7 +66,7 @@ def rings(rank: int, rows: int, width: int) -> Rings:
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
 
-def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
+def suit(factors: Factors, lengths: Tensor | None = None) -> bool:
     """Whether the kernel takes a call with these factors and lengths, apart from their addresses."""
     aq, ak, av, bq, bk, bv = factors
     if INTERPRETED or architecture(bq.device) != 90 or bq.dtype not in (torch.float16, torch.bfloat16):
@@ -86,25 +86,26 @@ def suit(factors: Operands, lengths: Tensor | None = None) -> bool:
 
 
 def plan(
-    factors: Operands,
+    factors: Factors,
     out: Tensor,
     lengths_stride: int,
     spans: int,
     levels: int,
     scales: tuple[float, float, float],
 ) -> Launch:
-    """The launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
+    """Returns the launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
 
-    ``scales`` are of logits, queries and values. It is launched on ak, av, bk, bv, aq, bq, lengths, the output,
-    partial results and their statistics.
+    ``scales`` are of logits, queries and values. It is launched on the output, partial results, their
+    statistics, and the call's tensors.
     """
     from warploom.ops.tpa.decode.hopper.decode import (
-        Sizes,
+        HopperDecodeConfig,
+        SpanSizes,
         TokenFeatureStrides,
         TokenHeadStrides,
         hopper_decode_kernel,
     )
-    from warploom.ops.tpa.decode.triton.decode import ChunkLengths, Scales
+    from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales
 
     aq, ak, av, bq, bk, bv = factors
     batch, keys, heads, rank = ak.shape
@@ -123,20 +124,21 @@ def plan(
     return Launch(
         hopper_decode_kernel,
         min(multiprocessors(bq.device), units),
-        takes=("ak_desc", "av_desc", "bk_desc", "bv_desc", "aq", "bq", "lengths", "out", "partial", "statistics"),
+        takes=("out", "partial", "statistics", "aq", "ak_desc", "av_desc", "bq", "bk_desc", "bv_desc", "cache_seqlens"),
         ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
-        sizes=Sizes(lengths_stride, units, keys, spans, span_chunks),
+        sizes=SpanSizes(lengths_stride, units, keys, spans, span_chunks),
         aq_strides=TokenHeadStrides(*aq_bhr), bq_strides=TokenFeatureStrides(*bq_brf),
         out_strides=TokenFeatureStrides(*out_bhf),
-        scales=Scales(*scales),
-        H=heads, RQ=bq.shape[2], R=rank, D=features, E=values,
-        A_STAGES=ring.head_tiles, B_STAGES=ring.feature_tiles, WHOLE=spans == 1,
-        CHUNKS=ChunkLengths(*CHUNKS[:3]), SLOTS=_SLOTS,
+        scales=DecodeScales(*scales),
+        config=HopperDecodeConfig(
+            heads, bq.shape[2], rank, features, values, ring.head_tiles, ring.feature_tiles, spans == 1,
+            ChunkLengths(*CHUNKS[:3]), _SLOTS,
+        ),
     )  # fmt: skip
 
 
 def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
-    """Estimated time: of the program that reads most or of all together, and of the second kernel after it."""
+    """Returns the estimated time: of the program that reads most or of all together, and of the second kernel after it."""
     rounds = -(-tiles * spans // multiprocessors(device))
     reading = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
     return max(reading, tiles * entry_bytes / ALL_PROGRAMS) + (spans * JOIN if spans > 1 else 0.0)

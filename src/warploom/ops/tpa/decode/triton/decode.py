@@ -31,20 +31,20 @@ from warploom.ops.tpa.decode.triton.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
-"""Of a logit of float32 factors that are added up one after another."""
+"""Terms of a logit of float32 factors that are added up one after another."""
 BLOCKS = tl.constexpr(16)
-"""Of keys that are added up one after another, in float32 and where the shortest chunk has more: a power of two."""
+"""Blocks of keys that are added up one after another, in float32 and where the shortest chunk has more: a power of two."""
 
 
 class FactorTensor(NamedTuple):
-    """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `Heads` or `Features`."""
+    """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `HeadLayout` or `Features`."""
 
     ptr: Any
     strides: Any
 
 
-class Heads(NamedTuple):
-    """What the compiler knows of head factors: the strides of batch and tokens come divided by ``VEC``.
+class HeadLayout(NamedTuple):
+    """Layout of head factors: the strides of batch and tokens come divided by ``VEC``.
 
     ``DENSE``: heads and ranks are adjacent, which wide loads need, and offsets within a tile fit in 32 bits.
     """
@@ -54,15 +54,15 @@ class Heads(NamedTuple):
 
 
 class ChunkLengths(NamedTuple):
-    """What settles the length of a chunk; see `warploom.ops.tpa.decode.chunks`."""
+    """Numbers that settle the length of a chunk; see `warploom.ops.tpa.decode.chunks`."""
 
     SHORTEST: tl.constexpr
     LONGEST: tl.constexpr
     WANTED: tl.constexpr
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call, and the stride of lengths."""
+class DecodeSizes(NamedTuple):
+    """Sizes of a call, and the stride of cache_seqlens."""
 
     tokens: tl.int32
     keys: tl.int32
@@ -70,8 +70,8 @@ class Sizes(NamedTuple):
     lengths_stride: tl.int64
 
 
-class Strides(NamedTuple):
-    """Of the factors and of the output."""
+class DecodeStrides(NamedTuple):
+    """Strides of the factors and of the output."""
 
     aq: HeadStrides
     bq: FeatureStrides
@@ -82,15 +82,15 @@ class Strides(NamedTuple):
     out: FeatureStrides
 
 
-class Scales(NamedTuple):
-    """What is multiplied: logits, also by what makes powers of two of them; queries; values."""
+class DecodeScales(NamedTuple):
+    """Factors of logits, also by what makes powers of two of them, of queries and of values."""
 
     logits: tl.float32
     q: tl.float32
     v: tl.float32
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """Queries and heads of a tile of rows, keys of a block, and ranks, padded, of Q, K and V."""
 
     BLOCK_N: tl.constexpr
@@ -101,7 +101,21 @@ class Tile(NamedTuple):
     BLOCK_RV: tl.constexpr
 
 
-class Softmax(NamedTuple):
+class DecodeConfig(NamedTuple):
+    """Compile-time choices of the decode kernel."""
+
+    H: tl.constexpr  # heads
+    Q: tl.constexpr  # `Features` of queries
+    K: tl.constexpr  # `Features` of keys
+    V: tl.constexpr  # `Features` of values
+    A: tl.constexpr  # `HeadLayout` of keys and of values
+    TILE: tl.constexpr  # `DecodeTile`
+    CHUNKS: tl.constexpr  # `ChunkLengths`
+    LEVELS: tl.constexpr  # levels of the tree of chunks that a span has: 0, 1 or 2
+    WHOLE: tl.constexpr  # whether there is one span, and the program writes the output
+
+
+class SpanSoftmax(NamedTuple):
     """Softmax of rows over some of the keys: numerators, maxima and denominators."""
 
     acc: Any
@@ -109,8 +123,8 @@ class Softmax(NamedTuple):
     row_sum: Any
 
 
-class Parts(NamedTuple):
-    """Where programs leave the softmax of their span: numerators (slots, rows, E), maxima and denominators (slots, 2, rows)."""
+class SpanParts(NamedTuple):
+    """Memory for the softmax of spans: numerators (slots, rows, E), maxima and denominators (slots, 2, rows)."""
 
     acc: Any
     statistics: Any
@@ -151,7 +165,7 @@ def exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def chunk_length(length, chunks):
-    """Keys of a chunk: the shortest length, doubled until there are at most ``WANTED`` chunks or it is the longest."""
+    """Returns the keys of a chunk: the shortest length, doubled until there are at most ``WANTED`` chunks or it is the longest."""
     chunk = length * 0 + chunks.SHORTEST
     while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
         chunk = chunk * 2
@@ -159,19 +173,19 @@ def chunk_length(length, chunks):
 
 
 @triton.jit
-def valid_keys(lengths, batch, lengths_stride, keys):
-    """How many keys of the cache a batch entry may look at (int32)."""
-    if lengths is None:
+def valid_keys(cache_seqlens, batch, lengths_stride, keys):
+    """Returns how many keys of the cache a batch entry may look at (int32)."""
+    if cache_seqlens is None:
         length = keys
     else:
-        length = tl.load(lengths + batch.to(tl.int64) * lengths_stride)
+        length = tl.load(cache_seqlens + batch.to(tl.int64) * lengths_stride)
         length = tl.maximum(tl.minimum(length, keys), 0).to(tl.int32)
     return length
 
 
 @triton.jit
 def join(a, b, dtype: tl.constexpr):
-    """Softmax over the keys of both.
+    """Returns the softmax over the keys of both.
 
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
@@ -179,7 +193,7 @@ def join(a, b, dtype: tl.constexpr):
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
     rescale_a = exp(a.row_max - base, dtype)
     rescale_b = exp(b.row_max - base, dtype)
-    return Softmax(
+    return SpanSoftmax(
         tl.fma(a.acc, tl.broadcast_to(rescale_a, a.acc.shape), b.acc * rescale_b),
         row_max,
         tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b),
@@ -188,12 +202,12 @@ def join(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def load_part(parts, slot, row, e, mask, E: tl.constexpr):
-    """The softmax of a slot; nothing where ``mask`` is false.
+    """Returns the softmax of a slot; nothing where ``mask`` is false.
 
     ``row`` and ``e`` are tiles of one row and one column, either way round; ``slot`` is int64.
     """
     ptrs = parts.statistics + slot * 2 * parts.rows + row
-    return Softmax(
+    return SpanSoftmax(
         tl.load(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, mask=mask & (e < E), other=0.0),
         tl.load(ptrs, mask=mask, other=float("-inf")),
         tl.load(ptrs + parts.rows, mask=mask, other=0.0),
@@ -205,7 +219,7 @@ def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.
     """``count`` of a list from number ``first`` on joined, from left to right or in a binary tree."""
     if count == 1:
         acc, row_max, row_sum = softmaxes[first]  # a tuple in a list of them has no names in Triton 3.6
-        node = Softmax(acc, row_max, row_sum)
+        node = SpanSoftmax(acc, row_max, row_sum)
     else:
         half: tl.constexpr = count // 2 if PAIRS else count - 1
         left = node_softmax(softmaxes, first, half, PAIRS, dtype)
@@ -239,7 +253,7 @@ def add_masked(acc, v, w, mask):
 
 @triton.jit
 def finish(softmax, scale_v):
-    """The output from numerators and denominators; 0 where no key was seen."""
+    """Returns the output from numerators and denominators; 0 where no key was seen."""
     return softmax.acc * (scale_v / tl.where(softmax.row_sum == 0.0, 1.0, softmax.row_sum))
 
 
@@ -374,19 +388,25 @@ def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def decode_kernel(
-    ak, av, bk, bv, aq, bq, lengths, out, partial, statistics,
-    sizes: Sizes, strides: Strides, scales: Scales,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TILE: tl.constexpr,
-    CHUNKS: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
+    ak, av, bk, bv, aq, bq, cache_seqlens, out, partial, statistics,
+    sizes: DecodeSizes, strides: DecodeStrides, scales: DecodeScales,
+    config: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one batch entry, over one of ``spans`` spans of its keys.
 
     A span is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
     output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
-    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32. H is the number of heads; Q, K and V are
-    `Features`, A are `Heads` of keys and of values, TILE is a `Tile`, CHUNKS are `ChunkLengths`.
+    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
     """
-    tokens, keys, spans, lengths_stride = sizes
+    H: tl.constexpr = config.H
+    Q: tl.constexpr = config.Q
+    K: tl.constexpr = config.K
+    V: tl.constexpr = config.V
+    A: tl.constexpr = config.A
+    TILE: tl.constexpr = config.TILE
+    CHUNKS: tl.constexpr = config.CHUNKS
+    LEVELS: tl.constexpr = config.LEVELS
+    tokens, spans = sizes.tokens, sizes.spans
     ROWS: tl.constexpr = TILE.BLOCK_N * TILE.BLOCK_H
     H_BLOCKS: tl.constexpr = (H + TILE.BLOCK_H - 1) // TILE.BLOCK_H
     row_blocks = H_BLOCKS * tl.cdiv(tokens, TILE.BLOCK_N)
@@ -394,7 +414,7 @@ def decode_kernel(
     row_block = program % row_blocks  # neighbours share the cache they read
     span = program // row_blocks % spans
     batch = program // row_blocks // spans
-    length = valid_keys(lengths, batch, lengths_stride, keys)
+    length = valid_keys(cache_seqlens, batch, sizes.lengths_stride, sizes.keys)
     chunk = chunk_length(length, CHUNKS)
     first = span * 0
     end = length
@@ -436,11 +456,11 @@ def decode_kernel(
         (TILE.BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
     if IN_PARTS:
-        joined = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
+        joined = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     if LEVELS > 0:
-        node = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
+        node = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     if LEVELS > 1:
-        root = Softmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
+        root = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
     # What all rows see, and behind it keys of which some rows see some.
     seen_by_all = end
     if TILE.BLOCK_N > 1:
@@ -475,16 +495,16 @@ def decode_kernel(
             behind = start + TILE.BLOCK_M
             if IN_PARTS:
                 if behind % (BLOCKS * TILE.BLOCK_M) == 0:
-                    joined = join(joined, Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
+                    joined = join(joined, SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
             if LEVELS > 0:
                 if behind % chunk == 0:
-                    leaf = Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+                    leaf = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
                     if IN_PARTS:
                         leaf = join(joined, leaf, dtype)
-                        joined = Softmax(
+                        joined = SpanSoftmax(
                             tl.zeros((V.BLOCK_F, ROWS), tl.float32),
                             tl.full((1, ROWS), float("-inf"), tl.float32),
                             tl.zeros((1, ROWS), tl.float32),
@@ -496,20 +516,20 @@ def decode_kernel(
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
                             root = join(root, node, dtype)
-                            node = Softmax(
+                            node = SpanSoftmax(
                                 tl.zeros((V.BLOCK_F, ROWS), tl.float32),
                                 tl.full((1, ROWS), float("-inf"), tl.float32),
                                 tl.zeros((1, ROWS), tl.float32),
                             )
 
-    softmax = Softmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+    softmax = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
     if IN_PARTS:
         softmax = join(joined, softmax, dtype)
     if LEVELS > 0:  # what is not complete
         softmax = join(node, softmax, dtype)
     if LEVELS > 1:
         softmax = join(root, softmax, dtype)
-    if WHOLE:
+    if config.WHOLE:
         ptrs = (
             out
             + (batch.to(tl.int64) * strides.out.b + n.to(tl.int64) * strides.out.n + h * strides.out.r)[None, :]
@@ -519,13 +539,13 @@ def decode_kernel(
         tl.store(ptrs, result, mask=row_mask[None, :] & (e < V.F))
     else:
         slot = batch.to(tl.int64) * spans + span
-        parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
+        parts = SpanParts(partial, statistics, tokens.to(tl.int64) * H)
         store_part(parts, slot, row, e, row_mask[None, :], softmax, V.F)
 
 
 @triton.jit
 def combine_kernel(
-    partial, statistics, lengths, out, sizes: Sizes, out_strides: FeatureStrides, scale_v: tl.float32,
+    partial, statistics, cache_seqlens, out, sizes: DecodeSizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
     CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -534,20 +554,19 @@ def combine_kernel(
     ``NODE`` parts make a node of the tree, from left to right or in ``PAIRS``; nodes are joined from left to right.
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
-    tokens, keys, spans, lengths_stride = sizes
     if PDL:
         gdc_wait()
-    parts = Parts(partial, statistics, tokens.to(tl.int64) * H)
+    parts = SpanParts(partial, statistics, sizes.tokens.to(tl.int64) * H)
     row_blocks = tl.cdiv(parts.rows, BLOCK_R).to(tl.int32)
     batch = tl.program_id(0) // row_blocks
     row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     mask = row < parts.rows
     e = tl.arange(0, BLOCK_E)[None, :]
-    length = valid_keys(lengths, batch, lengths_stride, keys)
+    length = valid_keys(cache_seqlens, batch, sizes.lengths_stride, sizes.keys)
     count = tl.cdiv(length, chunk_length(length, CHUNKS) * WIDTH)
-    slot = batch.to(tl.int64) * spans
+    slot = batch.to(tl.int64) * sizes.spans
     dtype: tl.constexpr = out.dtype.element_ty
-    softmax = Softmax(
+    softmax = SpanSoftmax(
         tl.zeros((BLOCK_R, BLOCK_E), tl.float32),
         tl.full((BLOCK_R, 1), float("-inf"), tl.float32),
         tl.zeros((BLOCK_R, 1), tl.float32),
