@@ -36,7 +36,7 @@ def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask
     from warploom.ops.flash_attention.triton import launch as launchers
 
     shape = launchers.Shape.of(q, k, v)
-    return launchers_hopper.suit(name, shape, launchers.Mask(**mask), scale, q, k, v)
+    return launchers_hopper.obstacle(name, shape, launchers.Mask(**mask), scale, q, k, v) is None
 
 
 def empty(n: int = 70, heads: int = 30, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -132,7 +132,7 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Whether one kernel forms all gradients, up to 128 features."""
     from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
-    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if request.param else 2**31)
+    monkeypatch.setattr(launchers_hopper, "_FUSED", 0 if request.param else 2**31)
     return bool(request.param)
 
 
@@ -216,7 +216,7 @@ def test_which_calls_form_all_gradients_together(
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
     q, k = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta") for length in (n, m))
     call = launchers.Call.of(q, k, k, launchers.Mask(**mask), 0.1)
-    assert launchers_hopper.is_together_faster(call.shape, call.mask, call.device) is together
+    assert launchers_hopper.is_fused_faster(call.shape, call.mask, call.device) is together
 
 
 @pytest.mark.usefixtures("tiled")
@@ -241,7 +241,7 @@ def test_a_chunk_has_the_results_of_the_whole(
         plans, of = Plans(), (Mask(None, 0), 0.1, None)
         out, lse, statistics = forward(*chunk, *of, plans)
         results = tuple(map(torch.empty_like, chunk))
-        backward(grad[:, begin:end], None, *chunk, out, statistics, *of, plans, results=results, together=together)
+        backward(grad[:, begin:end], None, *chunk, out, statistics, *of, plans, results=results, fused=together)
         found[begin, end] = out, lse.transpose(1, 2), results[0]
     whole = found.pop((0, n))
     for (begin, end), chunk in found.items():
@@ -280,7 +280,7 @@ def test_few_tiles_whose_loops_are_split(
     from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: parts)
-    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
+    monkeypatch.setattr(launchers_hopper, "_FUSED", 2**31)  # one kernel's loops are whole
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
@@ -401,7 +401,7 @@ def test_options_where_loops_are_split(
     from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 3)
-    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 2**31)  # one kernel's loops are whole
+    monkeypatch.setattr(launchers_hopper, "_FUSED", 2**31)  # one kernel's loops are whole
     n, m = (260, 330) if ON_GPU or d < 192 else (100, 170)  # tiles of wide heads are smaller, and take the longer
     assert_options_right(device, n, m, heads=2, key_heads=1, d=d, e=e, dtype=torch.bfloat16, **options)
     assert set(launched) >= set(kernels_for(d))
@@ -588,7 +588,7 @@ def test_the_results_that_kernels_for_terms_write(hopper: None) -> None:
 
     def suits_terms(x: Tensor) -> bool:
         shape = launchers.Shape.of(x, x, x)
-        return launchers_hopper.suit_terms(shape, 3, x.device, [x])
+        return launchers_hopper.terms_obstacle(shape, 3, x.device, [x]) is None
 
     x = torch.empty(1, 300, 2, 128)
     assert suits_terms(x)

@@ -227,12 +227,12 @@ def test_float32_factors_in_terms_before_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long float32 tensors are split in terms once; here short ones are, on the kernels for every GPU."""
-    from warploom.ops.flash_attention import engine
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
     from warploom.ops.flash_attention.triton import launch as launchers
 
     any_length = dict.fromkeys(("forward", "backward"), dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(launchers, "LONG", {"3-term": any_length, "2-term": any_length})
-    monkeypatch.setattr(engine, "_tiled", lambda *arguments: None)
+    monkeypatch.setattr(launchers_hopper, "terms_obstacle", lambda *arguments: "those in Triton are tested")
     monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)
     forget_plans()  # none but those of this test
     with poisoned_allocations():

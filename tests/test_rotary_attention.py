@@ -109,7 +109,7 @@ def test_kernels_for_hopper_read_parts_of_larger_tensors(
     device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
-    monkeypatch.setattr(launchers_hopper, "_TOGETHER", 0 if together else 2**31)
+    monkeypatch.setattr(launchers_hopper, "_FUSED", 0 if together else 2**31)
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too
     monkeypatch.setattr(tiling, "is_small_for", lambda *arguments: False)
     qkv, theta = inputs(torch.float16, 70, heads + 2 * kv_heads + 9, features, device)

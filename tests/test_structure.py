@@ -39,8 +39,10 @@ ALLOWED = {
         *("launch", "triton", "hopper", "config", "configs", "call", "problem", "chunks"),
         *("warploom.device", "warploom.runtime"),
     },
+    "variants": {"launch", "problem", "warploom.runtime"},
+    "choose": {"variants", "launch", "triton", "problem", "warploom.device", "warploom.runtime"},
     "engine": {
-        *("engine", "launch", "triton", "config", "configs", "call", "problem", "chunks"),
+        *("choose", "variants", "engine", "launch", "triton", "config", "configs", "call", "problem", "chunks"),
         *("warploom.device", "warploom.runtime"),
     },
     "validation": {"call", "problem", "reference", "warploom.errors", "warploom.runtime"},

@@ -9,7 +9,7 @@ import torch
 from warploom.distributed.attention.plan import ChunkCall
 from warploom.distributed.ranks import Bounds
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.problem import Logits, Mask, Shape
+from warploom.ops.flash_attention.problem import Logits, Mask
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.plans import Plans, tensor_key
 
@@ -73,7 +73,7 @@ def forward_chunk(inputs: ChunkInputs, plans: Plans, out: Tensor, lse: Tensor, s
 
 
 def backward_chunk(
-    inputs: ChunkInputs, results: ChunkResults, plans: Plans, into: tuple[Tensor, Tensor, Tensor], together: bool
+    inputs: ChunkInputs, results: ChunkResults, plans: Plans, into: tuple[Tensor, Tensor, Tensor], fused: bool
 ) -> Any:
     """Write the gradients of q, k and v into tensors, and return that of the sink.
 
@@ -82,7 +82,7 @@ def backward_chunk(
         results: Of the call, and their gradients.
         plans: Of calls like it, for the kernels.
         into: Where the gradients go.
-        together: Whether one kernel forms all of them, as `is_together` says.
+        fused: Whether one kernel forms all of them, as `is_fused` says.
     """
     q, k, v, sink, call, options = inputs
     out, statistics, grad, grad_lse = results
@@ -92,7 +92,7 @@ def backward_chunk(
         mask, logits, known = _describe(inputs, plans)
         return backward(
             grad, grad_lse, q, k, v, out, statistics.contiguous(), mask, options.scale, options.precision, known,
-            results=into, logits=logits, together=together,
+            results=into, logits=logits, fused=fused,
         )[3]  # fmt: skip
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, sink)]
@@ -126,11 +126,8 @@ def _describe(inputs: ChunkInputs, plans: Plans) -> tuple[Mask, Logits, Plans]:
     return Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k), Logits(options.softcap, sink), known
 
 
-def is_together(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: ContextAttentionOptions) -> bool:
-    """Whether one GPU forms all gradients of the whole in one kernel: dq has its bits if chunks do the same."""
-    from warploom.ops.flash_attention.hopper import launch, launch_varlen
+def is_fused(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: ContextAttentionOptions) -> bool:
+    """Returns whether one GPU forms all gradients of the whole in one kernel: if chunks do, dq has its bits."""
+    from warploom.ops.flash_attention import engine
 
-    rows, sequences = bounds[-1], len(bounds) - 1
-    rows = launch_varlen.spread_rows(rows, sequences) if sequences > 1 else rows
-    shape = Shape.of(q, k, v)._replace(tokens=rows, keys=rows)
-    return launch.is_together_faster(shape, Mask(options.left, options.right), q.device)
+    return engine.is_fused(q, k, v, bounds, options.left, options.right)

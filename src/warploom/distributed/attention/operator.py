@@ -19,7 +19,7 @@ from warploom.distributed.attention.chunks import (
     ContextAttentionOptions,
     backward_chunk,
     forward_chunk,
-    is_together,
+    is_fused,
 )
 from warploom.distributed.attention.exchange import send_gradients, send_keys
 from warploom.distributed.attention.plan import ChunkCall, Plan, make_plan
@@ -135,7 +135,7 @@ def _backward(
     agreed, sink = AgreedCall.of(tuple(bounds.tolist()), tuple(tensors), options), tensors[3]
     grad = torch.zeros_like(out) if grads[0] is None else grads[0]
     q, k, v, grad, grad_lse = agreed.fill_tail(*tensors[:3], grad, grads[1])
-    plan, together = agreed.plan, options.kernels and is_together(q, k, v, agreed.layout_bounds, options)
+    plan, fused = agreed.plan, options.kernels and is_fused(q, k, v, agreed.layout_bounds, options)
     dq, dk, dv = (empty_in_order_of(x, x.shape[-1]) for x in (q, k, v))
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.promote_types(sink.dtype, torch.float32))
     by_step: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in plan.steps]
@@ -146,7 +146,7 @@ def _backward(
             out[:, rows], statistics[..., rows], grad[:, rows], None if grad_lse is None else grad_lse[..., rows]
         )
         inputs = ChunkInputs(q[:, rows], keys, values, sink, call, options)
-        dsink_chunk = backward_chunk(inputs, results, OPERATOR.plans, (dq[:, rows], into[0], into[1]), together)
+        dsink_chunk = backward_chunk(inputs, results, OPERATOR.plans, (dq[:, rows], into[0], into[1]), fused)
         for each, gradient in zip(by_step[number], into):
             each.append(gradient)
         if dsink is not None:

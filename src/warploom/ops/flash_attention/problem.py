@@ -183,6 +183,10 @@ class Call(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
+    precision: str = "highest"  # of products of float32
+    aligned: bool = True  # whether all addresses are multiples of 16 bytes
+    has_sink: bool = False
+    fused: bool | None = None  # whether one kernel forms all gradients; None: whichever is faster
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:

@@ -128,12 +128,12 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
     turn = lrpe.plan_forward(LrpeInputs(qk, theta), encoding, rotate_kernel, ("counters",))
     attend = attention.plan_forward(q, k, v, _CAUSAL, options.scale, "highest", True)
     parts = Part.of(k, turned), Part.of(v, qkv)
-    if attend.launch is None or not attend.launch.descriptions or attend.combine is not None:
+    if not isinstance(attend.variant, attention.HopperForward):
         return False
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     return _ForwardPlan(
-        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.launch, *parts
+        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.variant.launch, *parts
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ class _BackwardPlan(NamedTuple):
     """What a backward does the same way, where attention is a launch each for keys and queries, or one for all."""
 
     gradient: Dense  # of qkv
-    attend: attention.BackwardPlan
+    attend: attention.SeparateBackward | attention.FusedBackward
     turn: Launch
     k: Part  # of the turned
     v: Part  # of qkv
@@ -152,7 +152,8 @@ class _BackwardPlan(NamedTuple):
         (qkv, theta), (out, turned, statistics) = inputs, results
         dqkv = self.gradient.empty(qkv)
         k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        attention.launch_backward(self.attend, grad, None, turned, k, v, out, statistics, _CAUSAL, (dqkv, dk, dv))
+        given = attention.BackwardInputs(grad, None, turned, k, v, out, statistics, _CAUSAL)
+        self.attend(given, (dqkv, dk, dv))
         self.turn(*LrpeInputs(qkv, theta), dqkv, dqkv, None, 0)
         return dqkv
 
@@ -170,13 +171,14 @@ def plan_backward(
     dq, dk = split_keys(dqk, heads)
     attend = attention.plan_backward(
         grad, None, q, k, v, results.out, _CAUSAL, options.scale, "highest", True, (dq, dk, dv)
-    )
-    if attend.prepare is None or not attend.kernels:
-        return False
-    if any(not each.launch.descriptions or each.splits > 1 for each in attend.kernels):
+    ).variant
+    if isinstance(attend, attention.SeparateBackward):
+        if not all(isinstance(x, attention.HopperGradient) for x in (attend.key, attend.query)):
+            return False
+    elif not isinstance(attend, attention.FusedBackward):
         return False
     parts = Part.of(k, turned), Part.of(v, qkv), Part.of(dk, dqkv), Part.of(dv, dqkv)
-    if attend.apart or not all(part.is_aligned_in(qkv) for part in parts):
+    if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     turn = lrpe.plan_backward(dqk, LrpeInputs(qk, theta), LrpeOptions(kind=options.kind), False, dqk)
     return _BackwardPlan(Dense.like(dqkv), attend, turn.launch, *parts)

@@ -4,7 +4,7 @@ They take 16-bit tensors whose rows the tensor memory accelerator can copy, with
 window, cap, sink or lengths, and any number of heads to a key head. What is missing to 64, 128 or 256 features, or
 to 192 of queries and keys with 128 of values, is filled with zeros. Packed sequences come with units of rows, and
 spread to the backward (`launch_varlen`). Keys in pages, scales that are not positive and short backward loops
-stay with the kernels for every GPU (`suit`), and so do calls of few queries (decoding) with a window, cap, sink or
+stay with the kernels for every GPU (`obstacle`), and so do calls of few queries (decoding) with a window, cap, sink or
 lengths.
 """
 
@@ -63,7 +63,7 @@ _NARROW_WINDOW = 4096
 """Keys of a window up to which the smaller tiles are taken, which hold fewer keys beyond their queries' windows."""
 FEW = 64
 """Queries of a key head (tokens times heads that read it) up to which a forward with options is a decoding step."""
-_TOGETHER = 4.0
+_FUSED = 4.0
 """Tiles of keys for each multiprocessor from which on one kernel forms all gradients: programs that add to the same
 queries wait for each other, and with fewer tiles long loops begin at the end."""
 _EVEN = 0.45
@@ -160,28 +160,35 @@ def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
     return -(-own // block), shape.batch_size * heads
 
 
-def suit(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:
-    """Whether the kernel ``name`` takes a call with these tensors, apart from their addresses."""
+def obstacle(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> str | None:
+    """Returns why the kernel ``name`` does not take a call with these tensors, apart from their addresses, if so."""
     first = tensors[0]
+    features, most = max(shape.head_dim, shape.value_dim), max(HOPPER[name])
     if INTERPRETED or architecture(first.device) != 90:
-        return False
-    if mask.cu_seqlens_q is not None or mask.block_table is not None or scale <= 0:
-        return False
-    if mask.units_q is not None and max(shape.head_dim, shape.value_dim) > _NARROW:
-        return False
-    if not _LEAST_FEATURES < max(shape.head_dim, shape.value_dim) <= max(HOPPER[name]):
-        return False
+        return "the GPU is no Hopper"
+    if mask.cu_seqlens_q is not None:
+        return "packed sequences are short, or cannot be copied"
+    if mask.block_table is not None:
+        return "keys lie in pages"
+    if scale <= 0:
+        return "the scale is not positive"
+    if mask.units_q is not None and features > _NARROW:
+        return f"packed sequences of more than {_NARROW} features"
+    if not _LEAST_FEATURES < features <= most:
+        return f"{features} features, not {_LEAST_FEATURES + 1} to {most}"
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
-        return False
+        return "the dtype is not float16 or bfloat16, or not one"
     blocks, rows = _blocks(name, shape, mask, _tiles(name, shape, mask).groups * _ROWS)
     looped = shape.tokens if name in ("key", "backward") else shape.keys
     if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
-        return False
-    return all(map(supports_tma, tensors))
+        return "loops are few and short"
+    if not all(map(supports_tma, tensors)):
+        return "strides are none that the tensor memory accelerator takes"
+    return None
 
 
-def is_together_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
-    """Whether one kernel for all gradients is faster than two."""
+def is_fused_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
+    """Returns whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
     if width > _NARROW:
         return False
@@ -189,7 +196,7 @@ def is_together_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
     uneven = 1.0  # the share of keys that fewer queries see than the first
     if mask.left is None:
         uneven = 0.0 if mask.right is None else min(shape.tokens / max(shape.keys, 1), 1.0)
-    return blocks * rows >= _TOGETHER * (_EVEN + (1 - _EVEN) * uneven) * programs_at_once(device)
+    return blocks * rows >= _FUSED * (_EVEN + (1 - _EVEN) * uneven) * programs_at_once(device)
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
@@ -307,16 +314,14 @@ def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], 
     return Plan(launch, splits, _counted(name, mask, count, programs))
 
 
-def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
-    """The launch of a kernel for some results, ``forward``, ``key`` or ``query``, if it suits.
+def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
+    """Returns the launch of a kernel for some results, ``forward``, ``key`` or ``query``, that takes the call.
 
     ``tensors``, (q, k, v, out), (q, k, v, grad, dk, dv) or (q, k, v, grad, dq), are like those that it will be
     launched on; if loops are split, results will be parts, all in one float32 tensor, each in its result's memory
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, units of packed
     sequences, and in the forward shifts of these, the packed result again, and the sink.
     """
-    if not suit(name, call.shape, call.mask, call.scale, *tensors):
-        return None
     splits = splits_of(name, call.shape, call.mask, call.device)
     inputs = _INPUTS[name]
     results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
@@ -326,18 +331,12 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan | None:
     return _planned(name, call, splits, described, **strides)
 
 
-def plan_together(
-    call: Call, tensors: tuple[Tensor, ...], added: Tensor, together: bool | None = None
-) -> Plan | None:
-    """The launch of the kernel ``backward`` for all gradients, if it suits and is the fastest, or asked for.
+def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
+    """Returns the launch of the kernel ``backward`` for all gradients, that takes the call.
 
     ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
     them come lse, δ, counters, how many tiles were added, and lengths of entries.
     """
-    if not (is_together_faster(call.shape, call.mask, call.device) if together is None else together):
-        return None
-    if not suit("backward", call.shape, call.mask, call.scale, *tensors):
-        return None
     return _planned("backward", call, 1, tensors, added=TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
 
 
@@ -349,12 +348,16 @@ _TERMS_LEAST = 128
 more run at the same time, as many as do, up to six, of so many rows at least of the longest loop."""
 
 
-def suit_terms(shape: Shape, terms: int, device: torch.device, results: Iterable[Tensor]) -> bool:
-    """Whether the backward kernels for factors in terms take a call that is plain otherwise."""
-    if INTERPRETED or architecture(device) != 90 or shape.block_d not in HOPPER_TERMS[terms]:
-        return False
+def terms_obstacle(shape: Shape, terms: int, device: torch.device, results: Iterable[Tensor]) -> str | None:
+    """Returns why the backward kernels for factors in terms do not take a call that is plain otherwise, if so."""
+    if INTERPRETED or architecture(device) != 90:
+        return "the GPU is no Hopper"
+    if shape.block_d not in HOPPER_TERMS[terms]:
+        return f"tiles of {shape.block_d} features"
     rows = max(shape.tokens, shape.keys)
-    return all(f == 1 and max(b, rows * n, h) < _MOST_STRIDE for b, n, h, f in map(strides_of, results))
+    if all(f == 1 and max(b, rows * n, h) < _MOST_STRIDE for b, n, h, f in map(strides_of, results)):
+        return None
+    return "strides of gradients are too large, or their features not adjacent"
 
 
 def _splits_of_terms(steps: list[int], step: int, rows: int, programs: int, elements: int) -> int:
@@ -364,17 +367,13 @@ def _splits_of_terms(steps: list[int], step: int, rows: int, programs: int, elem
     return max(fit) if fit else best_splits(steps, rows, programs, elements, TERMS_COSTS)
 
 
-def plan_terms(
-    name: str, call: Call, factors: tuple[Tensor, ...], terms: int, results: dict[str, Tensor]
-) -> Plan | None:
-    """The launch of a backward kernel, ``key`` or ``query``, on terms of q, k, v and the gradient, if it suits.
+def plan_terms(name: str, call: Call, factors: tuple[Tensor, ...], terms: int, results: dict[str, Tensor]) -> Plan:
+    """Returns the launch of a backward kernel, ``key`` or ``query``, on terms of q, k, v and the gradient.
 
     ``factors`` are like one term of each. Behind all terms come the results, in float32, or their parts, then
     lse, δ, inverse and counters.
     """
     shape, mask = call.shape, call.mask
-    if not suit_terms(shape, terms, call.device, results.values()):
-        return None
     tiles = HOPPER_TERMS[terms][shape.block_d]
     programs = programs_at_once(call.device)
     steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
@@ -385,17 +384,15 @@ def plan_terms(
         f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
         for each, x in results.items()
     }
-    takes = (*DESCRIBED[name], "lse", "delta", "inverse", "counters")
     function: Any = hopper_shared_query_kernel
     if name == "key":
         function = hopper_shared_key_kernel
-        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "units": None, "PIECES": 1}
-        takes = (*takes, "seqused_k")
+        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "seqused_k": None, "units": None, "PIECES": 1}
     count = work.blocks * rows * splits
     launch = Launch(
         function,
         min(programs, count),
-        takes=takes,
+        takes=(*DESCRIBED[name], "lse", "delta", "inverse", "counters"),
         pdl=True,
         work=work,
         scale=in_powers_of_two(call.scale),

@@ -1,0 +1,445 @@
+"""The ways in which flash attention runs on kernels, each a callable with its own launches and buffers.
+
+`choose` says which a call takes. A forward's variant writes the output, lse and statistics that it is given. A
+backward's writes the gradients, and returns δ = rowsum(dO ⊙ O) − dlse.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from warploom.ops.flash_attention.hopper.launch_varlen import Copy, Spread
+from warploom.ops.flash_attention.problem import LOG2_E, Mask
+from warploom.ops.flash_attention.triton.launch import Terms
+from warploom.runtime.launch import Dense, Launch
+
+Tensor = torch.Tensor
+Tensors: TypeAlias = tuple[Tensor, ...]
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Those of q, k and v."""
+
+COUNTERS = Dense.rows((2,), torch.int32)
+"""By these programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Forward
+# ----------------------------------------------------------------------------------------------------------
+
+
+class ForwardInputs(NamedTuple):
+    """Tensors of a forward."""
+
+    q: Tensor  # (B, N, Hq, D)
+    k: Tensor  # (B, M, Hkv, D)
+    v: Tensor  # (B, M, Hkv, E)
+    mask: Mask
+    sink: Tensor | None
+    counters: Tensor | None  # `COUNTERS` that are zero, if there are any already
+
+
+class NothingForward(NamedTuple):
+    """Nothing attends, or is attended to: the output is 0, and lse is the sink, or −inf."""
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        q, sink, cu_seqlens = inputs.q, inputs.sink, inputs.mask.cu_seqlens_q
+        out.zero_()
+        if sink is None:
+            lse.fill_(-torch.inf)
+            statistics.zero_()
+            return
+        lse.copy_(sink[:, None])
+        statistics[0], statistics[1] = lse * LOG2_E, 1.0
+        if cu_seqlens is not None:
+            tail = torch.arange(q.shape[1], device=q.device) >= cu_seqlens[-1]
+            lse.masked_fill_(tail, -torch.inf)
+            statistics[1].masked_fill_(tail, 0.0)
+
+
+class TritonForward(NamedTuple):
+    """The kernel in Triton, for every GPU and call."""
+
+    launch: Launch
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor | None, statistics: Tensor) -> None:
+        q, k, v, mask, sink, _ = inputs
+        self.launch(
+            q, k, v, out, lse, statistics, sink,
+            mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k, mask.block_table,
+        )  # fmt: skip
+
+    def write_parts(self, inputs: ForwardInputs, part: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        """Launch on buffers of the parts of a split KV loop."""
+        self(inputs._replace(sink=None), part, None, statistics)
+
+
+class HopperForward(NamedTuple):
+    """The kernel in Gluon, for Hopper."""
+
+    launch: Launch
+    counted: bool  # whether programs take tiles from a counter, which must be zero
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        q, k, v, mask, sink, counters = inputs
+        if counters is None:
+            counters = COUNTERS.empty(q)
+            if self.counted:
+                counters.zero_()
+        packed = None if mask.shifts is None else out
+        self.launch(
+            q, k, v, out, lse, statistics, counters, mask.seqused_k, mask.units_q, mask.shifts, packed, sink
+        )
+
+    def write_parts(self, inputs: ForwardInputs, part: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        """Launch on buffers of the parts of a split KV loop."""
+        self(inputs._replace(sink=None), part, lse, statistics)
+
+
+class VarlenForward(NamedTuple):
+    """The kernel for Hopper on packed sequences."""
+
+    inner: HopperForward
+    spread: Spread  # where rows would be if they were spread
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        places = self.spread.places(inputs.mask, out)
+        self.inner(inputs._replace(mask=self.spread.packed_mask(places)), out, lse, statistics)
+
+
+class SplitForward(NamedTuple):
+    """A kernel whose KV loops are split, and what merges their parts."""
+
+    inner: TritonForward | HopperForward
+    combine: Launch
+    part: Dense  # outputs of all parts, in one
+    part_statistics: Dense
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
+        self.inner.write_parts(inputs, part, lse, part_statistics)
+        bounds = None if inputs.sink is None else inputs.mask.cu_seqlens_q
+        self.combine(part, part_statistics, out, lse, statistics, inputs.sink, bounds)
+
+
+class TermsForward(NamedTuple):
+    """A Triton kernel on terms of float32 tensors, which another makes before."""
+
+    terms: Terms
+    inner: TritonForward | SplitForward
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        q, k, v = self.terms(inputs.q, inputs.k, inputs.v, None, into=self.terms.empty(out))
+        self.inner(inputs._replace(q=q, k=k, v=v), out, lse, statistics)
+
+
+class DecodeForward(NamedTuple):
+    """The Triton kernel for few queries."""
+
+    launch: Launch
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor | None, statistics: Tensor) -> None:
+        q, k, v, mask, sink, _ = inputs
+        self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, mask.block_table)
+
+
+class SplitDecodeForward(NamedTuple):
+    """The Triton kernel for few queries, on chunks of the keys, and what joins these."""
+
+    inner: DecodeForward
+    combine: Launch
+    part: Dense  # outputs of all chunks, in one
+    part_statistics: Dense
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
+        self.inner(inputs._replace(sink=None), part, None, part_statistics)
+        self.combine(part, part_statistics, out, lse, statistics, inputs.sink)
+
+
+ForwardVariant: TypeAlias = (
+    NothingForward
+    | TritonForward
+    | HopperForward
+    | VarlenForward
+    | SplitForward
+    | TermsForward
+    | DecodeForward
+    | SplitDecodeForward
+)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Backward
+# ----------------------------------------------------------------------------------------------------------
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors of a backward; the output and statistics are those of the forward."""
+
+    grad: Tensor  # of the output (B, N, Hq, E)
+    grad_lse: Tensor | None  # (B, Hq, N), or None for zero
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    statistics: Tensor
+    mask: Mask
+
+
+class Rows(NamedTuple):
+    """Numbers of queries (B, Hq, N) that the kernels of a backward read, and their counters."""
+
+    lse: Tensor
+    delta: Tensor
+    inverse: Tensor | None  # 1 / row_sum, of float32
+    counters: Tensor | None
+
+
+class NothingBackward(NamedTuple):
+    """Nothing attends, or is attended to: all gradients are 0."""
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> None:
+        for gradient in gradients:
+            gradient.zero_()
+
+
+class Preprocess(NamedTuple):
+    """The kernel that all others follow. It finds lse and δ of each query, and clears counters."""
+
+    launch: Launch
+    rows: Dense  # a number for each query and head
+
+    def __call__(
+        self,
+        inputs: BackwardInputs,
+        inverse: Tensor | None = None,
+        counters: Tensor | None = None,
+        tiles_added: Tensor | None = None,
+    ) -> Rows:
+        grad, grad_lse, out, statistics = inputs.grad, inputs.grad_lse, inputs.out, inputs.statistics
+        # Two tensors, not two halves of one: the second half's alignment would depend on the length.
+        lse, delta = self.rows.empty(out), self.rows.empty(out)
+        self.launch(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
+        return Rows(lse, delta, inverse, counters)
+
+
+class SmallBackward(NamedTuple):
+    """The Triton kernel for small problems, which forms all gradients."""
+
+    preprocess: Preprocess
+    launch: Launch
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
+        lse, delta, _, _ = self.preprocess(inputs)
+        self.launch(inputs.q, inputs.k, inputs.v, inputs.grad, lse, delta, *gradients)
+        return delta
+
+
+class TritonGradient(NamedTuple):
+    """The kernel in Triton for dk and dv, or for dq, for every GPU and call."""
+
+    launch: Launch
+
+    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+        bounds = mask.cu_seqlens_q, mask.cu_seqlens_k
+        self.launch(*factors, rows.lse, rows.delta, rows.inverse, *targets, *bounds, mask.seqused_k)
+
+
+class UsedKeysGradient(NamedTuple):
+    """The kernel in Triton for dk and dv, which does not write those of keys that are not used."""
+
+    inner: TritonGradient
+
+    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+        for target in targets:
+            target.zero_()
+        self.inner(factors, targets, rows, mask)
+
+
+class HopperGradient(NamedTuple):
+    """The kernel in Gluon for dk and dv, or for dq, for Hopper."""
+
+    launch: Launch
+    keys: bool  # whether it is for dk and dv
+
+    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+        units = mask.units_k if self.keys else mask.units_q
+        self.launch(*factors, *targets, rows.lse, rows.delta, rows.counters, mask.seqused_k, units)
+
+
+class HopperTermsGradient(NamedTuple):
+    """The kernel in Gluon for dk and dv, or for dq, of float32 in terms, for Hopper."""
+
+    launch: Launch
+
+    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+        self.launch(*factors, *targets, *rows)
+
+
+Gradient: TypeAlias = TritonGradient | UsedKeysGradient | HopperGradient | HopperTermsGradient
+
+
+class AsGiven(NamedTuple):
+    """Factors as they are given, where `Terms` would make terms of them."""
+
+    def empty(self, near: Tensor) -> tuple[Tensor | None, ...]:
+        """Allocate nothing."""
+        return ()
+
+    def __call__(self, *tensors: Tensor, into: tuple[Tensor | None, ...]) -> Tensors:
+        return tensors
+
+
+class SeparateBackward(NamedTuple):
+    """Two kernels, one for dk and dv and one for dq, which starts where the first leaves multiprocessors idle.
+
+    All memory is allocated before the first launch. With PyTorch's deterministic algorithms it is filled as it is
+    allocated, by a launch. A kernel that does not wait for the launch before it must not follow such a one: its
+    numbers may arrive first, and be filled over.
+    """
+
+    preprocess: Preprocess
+    factors: Terms | AsGiven
+    key: Gradient
+    query: Gradient
+    counted: bool  # whether programs of one of them take tiles from a counter
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
+        q = inputs.q
+        inverse = self.preprocess.rows.empty(q) if q.dtype == torch.float32 else None
+        counters = COUNTERS.empty(q) if self.counted else None
+        terms = self.factors.empty(q)
+        rows = self.preprocess(inputs, inverse, counters)
+        factors = self.factors(q, inputs.k, inputs.v, inputs.grad, into=terms)
+        self.run(factors, rows, inputs.mask, gradients)
+        return rows.delta
+
+    def run(self, factors: Tensors, rows: Rows, mask: Mask, gradients: Gradients) -> None:
+        """Launch what follows the preprocess."""
+        dq, dk, dv = gradients
+        self.key(factors, (dk, dv), rows, mask)
+        self.query(factors, (dq,), rows, mask)
+
+
+class FusedBackward(NamedTuple):
+    """The kernel for Hopper that forms all gradients, and what rounds dq, which it adds up in float32."""
+
+    preprocess: Preprocess
+    launch: Launch
+    rounds: Launch
+    added: Dense  # dq, without the scale
+    tiles_added: Dense  # how many tiles of keys, at each tile of queries
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
+        q = inputs.q
+        counters, tiles_added, added = COUNTERS.empty(q), self.tiles_added.empty(q), self.added.empty(q)
+        rows = self.preprocess(inputs, None, counters, tiles_added)
+        factors = q, inputs.k, inputs.v, inputs.grad
+        self._launch(factors, rows, tiles_added, added, inputs.mask, gradients)
+        return rows.delta
+
+    def run(self, factors: Tensors, rows: Rows, mask: Mask, gradients: Gradients) -> None:
+        """Launch what follows a preprocess of fewer rows."""
+        tiles_added, added = self.tiles_added.empty(rows.lse).zero_(), self.added.empty(rows.lse)
+        self._launch(factors, rows, tiles_added, added, mask, gradients)
+
+    def _launch(
+        self, factors: Tensors, rows: Rows, tiles_added: Tensor, added: Tensor, mask: Mask, gradients: Gradients
+    ) -> None:
+        dq, dk, dv = gradients
+        lse, delta, _, counters = rows
+        self.launch(
+            *factors, dk, dv, added, lse, delta, counters, tiles_added, mask.seqused_k, mask.units_k
+        )  # fmt: skip
+        self.rounds(added, tiles_added, dq)
+
+
+class VarlenBackward(NamedTuple):
+    """The kernels for Hopper on packed sequences, whose rows are copied to be spread."""
+
+    preprocess: Preprocess
+    spread: Spread
+    inputs: tuple[Copy, ...]  # q, k, v and the gradient of the output
+    rows: tuple[Copy, ...]  # lse and δ
+    results: tuple[Copy, ...]  # dq, dk, dv
+    inner: SeparateBackward | FusedBackward
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
+        q, counters = inputs.q, COUNTERS.empty(inputs.q)
+        lse, delta, _, _ = self.preprocess(inputs, None, counters)
+        places = self.spread.places(inputs.mask, lse)
+        given = zip(self.inputs, (q, inputs.k, inputs.v, inputs.grad))
+        factors = tuple([copy.spread_out(x, places) for copy, x in given])
+        spread_lse, spread_delta = (copy.spread_out(x, places) for copy, x in zip(self.rows, (lse, delta)))
+        rows = Rows(spread_lse, spread_delta, None, counters)
+        dq, dk, dv = (copy.spread.empty(q) for copy in self.results)
+        self.inner.run(factors, rows, self.spread.mask(places), (dq, dk, dv))
+        for copy, spread, gradient in zip(self.results, (dq, dk, dv), gradients):
+            copy.pack(spread, gradient, places)
+        return delta
+
+
+class SplitBackward(NamedTuple):
+    """Two kernels of which some loops are split, and what sums their parts."""
+
+    inner: SeparateBackward
+    parts: tuple[Dense | None, ...]  # of dq, dk and dv, all of each in one, where loops are split
+    sums: Launch
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
+        near = inputs.q
+        dq, dk, dv = (x if part is None else part.empty(near) for part, x in zip(self.parts, gradients))
+        delta = self.inner(inputs, (dq, dk, dv))
+        sums: list[Tensor] = []
+        for part, target, gradient in zip(self.parts, (dq, dk, dv), gradients):
+            if part is not None:
+                sums += target, gradient
+        self.sums(*sums)
+        return delta
+
+
+class CopiedBackward(NamedTuple):
+    """A backward whose gradients have no gaps, and are copied to where they shall be."""
+
+    inner: BackwardVariant
+    gradients: tuple[Dense, Dense, Dense]
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor | None:
+        dq, dk, dv = (each.empty(inputs.q) for each in self.gradients)
+        delta = self.inner(inputs, (dq, dk, dv))
+        for gradient, x in zip(gradients, (dq, dk, dv)):
+            gradient.copy_(x)
+        return delta
+
+
+BackwardVariant: TypeAlias = (
+    NothingBackward
+    | SmallBackward
+    | SeparateBackward
+    | FusedBackward
+    | VarlenBackward
+    | SplitBackward
+    | CopiedBackward
+)
+
+
+class SinkGradient(NamedTuple):
+    """The kernel for the gradient of sinks."""
+
+    launch: Launch
+
+    def __call__(self, sink: Tensor, inputs: BackwardInputs, delta: Tensor | None) -> Tensor:
+        dsink = torch.empty_like(sink)
+        self.launch(sink, inputs.statistics, delta, dsink)
+        return dsink
+
+
+class LoneSinkGradient(NamedTuple):
+    """The gradient of sinks where there are no keys, and lse is the sink."""
+
+    def __call__(self, sink: Tensor, inputs: BackwardInputs, delta: Tensor | None) -> Tensor:
+        if inputs.grad_lse is None:
+            return torch.zeros_like(sink)
+        return inputs.grad_lse.masked_fill(inputs.statistics[1] == 0, 0.0).sum((0, 2)).to(sink.dtype)
