@@ -8,7 +8,7 @@ import torch
 
 from warploom import ArgumentError, lrpe_rotate
 from warploom.nn import Attention, KVCache, RotaryEmbedding
-from warploom.nn.rope_scaling import scaled_frequencies
+from warploom.nn.rope_scaling import scale_frequencies
 
 FACTORS = {"short_factor": [1.0 + f / 8 for f in range(32)], "long_factor": [2.0 + f for f in range(32)]}
 LENGTH = {"original_max_position_embeddings": 4096}
@@ -50,7 +50,7 @@ def test_frequencies_are_those_of_transformers(name: str, length: int | None) ->
         expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
     torch.testing.assert_close(rope.theta[0], expected, rtol=2e-6, atol=0.0)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
-    exact, _ = scaled_frequencies(scaling, 500000.0, 32, length)
+    exact, _ = scale_frequencies(scaling, 500000.0, 32, length)
     assert exact.dtype == torch.float64
     assert torch.equal(rope.theta[0], exact.float())
 

@@ -147,8 +147,8 @@ def test_plans_for_hopper_want_aligned_parts(tokens: int, features: int, monkeyp
 
 def by_two_operators(layer: Attention, qkv: torch.Tensor) -> torch.Tensor:
     """A layer's output from its projection, with positions and attention one after the other."""
-    q, k, v = layer._encoded(qkv, {"offset": 0})
-    out: torch.Tensor = layer.out(layer._attended(q, k, v, None).flatten(2))
+    q, k, v = layer._encode(qkv, {"offset": 0})
+    out: torch.Tensor = layer.out(layer._attend(q, k, v, None).flatten(2))
     return out
 
 
@@ -220,7 +220,7 @@ def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
     layer = Attention(256, 4, kv_heads=2, position=RotaryEmbedding(64)).to(device, torch.bfloat16)
     x = torch.randn(2, tokens, 256, dtype=torch.bfloat16, device=device).requires_grad_()
     qkv = layer.qkv(x).unflatten(-1, (-1, 64))
-    assert layer._turned_and_attended(qkv) is not None
+    assert layer._attend_fused(qkv) is not None
     found = layer(x)
     expected = by_two_operators(layer, qkv)
     assert torch.equal(found, expected)
@@ -233,7 +233,7 @@ def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
 def test_one_head_of_one_token_on_a_gpu(features: int, device: torch.device) -> None:
     layer = Attention(features, 1, position=RotaryEmbedding(features)).to(device, torch.bfloat16)
     x = torch.randn(1, 1, features, dtype=torch.bfloat16, device=device).requires_grad_()
-    assert layer._turned_and_attended(layer.qkv(x).unflatten(-1, (-1, features))) is not None
+    assert layer._attend_fused(layer.qkv(x).unflatten(-1, (-1, features))) is not None
     for _ in range(2):
         found = layer(x)
         torch.testing.assert_close(found, layer.out(layer.qkv(x)[..., 2 * features :]))  # it sees itself alone

@@ -107,7 +107,7 @@ def test_what_the_kernels_do_not_take_is_pytorchs(device: torch.device) -> None:
     for name in ("seqused_k", "alibi_slopes", "block_table"):
         assert sdpa._packed(*packed, **{name: torch.ones(1, device=device)}) is None
     with pytest.raises(BackendError, match="no flash attention of its own"):
-        sdpa._either(lambda *_: None, None)(None)
+        sdpa._prefer(lambda *_: None, None)(None)
 
 
 @registry

@@ -1,1 +1,1 @@
-"""Where models meet warploom: one line for a library that people use already."""
+"""Integrations of warploom into other libraries, each by one line of code."""

@@ -2,9 +2,9 @@
 
     python -m warploom.integrations.hub FOLDER
 
-writes ``FOLDER/build/torch-cuda`` and ``FOLDER/build/torch-cpu``, with the operators, the layers and what
-transformers needs. Kernels are in Triton, compiled where they run, so there is one build for every version of
-PyTorch and of CUDA. The library imports a package under a name of its own choice: all imports become relative, and
+writes ``FOLDER/build/torch-cuda`` and ``FOLDER/build/torch-cpu``, with the operators, the layers and the
+integration of transformers. Triton compiles the kernels where they run, so there is one build for all versions of
+PyTorch and CUDA. The library imports a package under a name that it chooses. So all imports become relative, and
 operators are registered in a namespace that the installed package does not use.
 """
 
@@ -21,7 +21,7 @@ import warploom
 __all__ = ["build", "main"]
 
 NAMESPACE = "warploom_hub"
-"""Of ``torch.ops``, so that a program may have the installed package too."""
+"""The namespace of ``torch.ops``, another than that of the installed package."""
 BACKENDS = ("cuda", "cpu")
 _PACKAGE = Path(warploom.__file__).parent
 _FOLDERS = ("runtime", "device", "ops", "nn", "integrations")
@@ -32,10 +32,10 @@ _DISPATCH = Path("runtime/dispatch.py")  # what names the namespace
 
 
 def build(folder: Path) -> list[Path]:
-    """Write the layout into a folder, which is made, and return the folders of its backends.
+    """Write the layout into a folder, made if needed. Returns the folders of the backends.
 
     Raises:
-        FileExistsError: There is a build already.
+        FileExistsError: The folder has a build already.
 
     Example:
         ```python
@@ -54,10 +54,10 @@ def build(folder: Path) -> list[Path]:
     for backend in BACKENDS:
         target = folder / "build" / f"torch-{backend}"
         target.mkdir(parents=True, exist_ok=False)
-        for source in _sources():
+        for source in _find_sources():
             path = source.relative_to(_PACKAGE)
             (target / path).parent.mkdir(parents=True, exist_ok=True)
-            (target / path).write_text(_relocated(path, source.read_text(encoding="utf-8")), encoding="utf-8")
+            (target / path).write_text(_relocate(path, source.read_text(encoding="utf-8")), encoding="utf-8")
         metadata = {
             "id": f"{NAMESPACE}_{backend}",
             "name": "warploom",
@@ -84,15 +84,15 @@ Fused operators for sequence models, written in Triton: `flash_attention`, `line
 """
 
 
-def _sources() -> Iterator[Path]:
+def _find_sources() -> Iterator[Path]:
     for name in _FILES:
         yield _PACKAGE / name
     for folder in _FOLDERS:
         yield from (path for path in sorted((_PACKAGE / folder).rglob("*.py")) if path.name not in _LEFT)
 
 
-def _relocated(path: Path, text: str) -> str:
-    """A file of the package with relative imports."""
+def _relocate(path: Path, text: str) -> str:
+    """Returns the text of a file of the package with relative imports."""
     if path == _REGISTRY:
         return '"""The operators."""\n'
     lines = text.splitlines(keepends=True)
@@ -113,7 +113,7 @@ def _relocated(path: Path, text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m warploom.integrations.hub", description="Build for the hub.")
     parser.add_argument("folder", type=Path)
     for built in build(parser.parse_args(arguments).folder):

@@ -1,9 +1,9 @@
 """Flash attention behind PyTorch's own `scaled_dot_product_attention`, by PyTorch's registry of implementations.
 
-What PyTorch calls flash attention is a few operators of `aten` for CUDA. While warploom is the active
-implementation, these run its kernels, and PyTorch's own where the kernels do not apply: with dropout of weights, on
-GPUs before Ampere. PyTorch still chooses among flash, cuDNN's and efficient attention for each call; what it does
-not give to flash attention, a mask for one, does not come here.
+PyTorch's flash attention is a few operators of `aten` for CUDA. While warploom is the active implementation, these
+run its kernels. They run PyTorch's own where ours do not support a call: with dropout, or on GPUs before Ampere.
+PyTorch still chooses among flash, cuDNN's and efficient attention for each call. Calls that it does not give to
+flash attention, such as those with a mask, are not changed.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ __all__ = ["register"]
 Tensor = torch.Tensor
 
 _LOG2_E = 1.4426950408889634
-_MAX_FEATURES = 256  # of the kernels, and of PyTorch's
+_MAX_FEATURES = 256  # of our kernels and PyTorch's
 _DENSE, _DENSE_BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
 _PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 
 
 def register(name: str = "warploom") -> None:
-    """Make warploom a flash attention that PyTorch can be told to use.
+    """Register warploom as an implementation of PyTorch's flash attention.
 
-    ``torch.nn.attention.activate_flash_attention_impl(name)`` then sends what `scaled_dot_product_attention` and
-    `torch.nn.attention.varlen.varlen_attn` give to flash attention on a GPU to the kernels, forward and backward,
-    and ``torch.nn.attention.restore_flash_attention_impl()`` takes it back. Needs PyTorch 2.11 or newer.
+    After ``torch.nn.attention.activate_flash_attention_impl(name)``, calls of `scaled_dot_product_attention` and
+    `torch.nn.attention.varlen.varlen_attn` that PyTorch gives to flash attention on a GPU run on our kernels,
+    forward and backward, until ``torch.nn.attention.restore_flash_attention_impl()``. Needs PyTorch 2.11 or newer.
 
-    On Hopper and newer GPUs PyTorch may prefer cuDNN's attention to flash attention. There a call reaches the
-    kernels under ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``, and all do after
+    On Hopper and newer GPUs PyTorch may prefer cuDNN's attention to flash attention. To choose flash attention,
+    call under ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``, or once
     ``torch.backends.cuda.enable_cudnn_sdp(False)``.
 
     Args:
-        name: Of the implementation.
+        name: Name of the implementation.
 
     Raises:
-        ArgumentError: Not a name, or one that PyTorch uses itself.
+        ArgumentError: The name is no text, or one that PyTorch uses itself.
         BackendError: This PyTorch has no such registry.
 
     Source: `torch.nn.attention.register_flash_attention_impl`.
@@ -68,7 +68,7 @@ def register(name: str = "warploom") -> None:
 
 
 class _Active:
-    """The kernels in the place of PyTorch's, until it is removed."""
+    """The registration of our kernels in place of PyTorch's, until `remove`."""
 
     def __init__(self) -> None:
         overrides = {
@@ -77,14 +77,14 @@ class _Active:
             _PACKED: _packed,
             _PACKED_BACKWARD: _packed_backward,
         }
-        # Found before they are covered; a PyTorch without CUDA has none.
+        # Look them up before they are overridden. A PyTorch without CUDA has none.
         found = {name: _kernel_of(name) for name in overrides}
         self.library: Any = torch.library.Library("aten", "IMPL", "CUDA")
         for name, override in overrides.items():
-            self.library.impl(name, _either(override, found[name]), "CUDA", with_keyset=True)
+            self.library.impl(name, _prefer(override, found[name]), "CUDA", with_keyset=True)
 
     def remove(self) -> None:
-        """Give PyTorch's own their place back."""
+        """Restore PyTorch's own kernels."""
         if self.library is not None:
             self.library._destroy()
         self.library = None
@@ -97,8 +97,8 @@ def _kernel_of(name: str) -> Any:
         return None
 
 
-def _either(ours: Any, theirs: Any) -> Any:
-    """Runs one, and where it returns None for a call that it does not take, the other."""
+def _prefer(ours: Any, theirs: Any) -> Any:
+    """Returns a function that runs our kernel, or PyTorch's if ours returns None."""
 
     def run(keys: Any, *arguments: Any, **options: Any) -> Any:
         results = ours(*arguments, **options)
@@ -113,20 +113,20 @@ def _either(ours: Any, theirs: Any) -> Any:
     return run
 
 
-def _takes(q: Tensor, v: Tensor, dropout_p: float) -> bool:
-    """Whether the kernels take a call."""
+def _is_supported(q: Tensor, v: Tensor, dropout_p: float) -> bool:
+    """True if the kernels support a call."""
     features = max(q.shape[-1], v.shape[-1])
     return dropout_p == 0 and features <= _MAX_FEATURES and use_triton("flash_attention", "auto", q)
 
 
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands for the state of a random generator, and for weights to look at."""
+def _make_placeholders(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns placeholders for the state of a random generator, and for debugging weights."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Attention (B, N, Hq, E) and lse (B, Hq, N)."""
+    """Returns attention (B, N, Hq, E) and lse (B, Hq, N)."""
     with torch.no_grad():
         out, lse = flash_attention(q, k, v, **options, return_lse=True, backend="triton")
     return out, lse
@@ -136,10 +136,10 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bounds: tuple[Tensor | None, Tensor | None], window: tuple[int | None, int | None], scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, from the output and lse that PyTorch saved."""
+    """Returns the gradients of q, k and v, given the output and lse that PyTorch saved."""
     from warploom.ops.flash_attention.operator import OPERATOR
 
-    # The operator saves the largest logit of a row in powers of two, and the sum of exponentials relative to that.
+    # Our backward reads row_max in powers of two, and row_sum relative to it. Here row_max is lse, and row_sum 1.
     seen = lse > -torch.inf
     statistics = torch.stack((lse.float() * _LOG2_E, seen.float()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -150,7 +150,7 @@ def _backward(
 
 
 def _window(is_causal: bool, left: int | None = None, right: int | None = None) -> tuple[int | None, int | None]:
-    """Bounds as the kernels take them; PyTorch has −1 for none."""
+    """Returns the window of the kernels, with None for no bound instead of −1."""
     bounds = [None if bound is None or bound < 0 else bound for bound in (left, right)]
     return bounds[0], 0 if is_causal else bounds[1]
 
@@ -165,12 +165,12 @@ def _dense(
     *,
     scale: float | None = None,
 ) -> Any:
-    """``aten::_scaled_dot_product_flash_attention``: of (B, H, N, D)."""
-    if return_debug_mask or not _takes(query, value, dropout_p):
+    """``aten::_scaled_dot_product_flash_attention`` on (B, H, N, D)."""
+    if return_debug_mask or not _is_supported(query, value, dropout_p):
         return None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse = _forward(q, k, v, window=_window(is_causal), scale=scale)
-    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_nothing(query)
+    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_make_placeholders(query)
 
 
 def _dense_backward(
@@ -179,7 +179,7 @@ def _dense_backward(
     philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    if not _takes(query, value, dropout_p):
+    if not _is_supported(query, value, dropout_p):
         return None
     grad, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     found = _backward(grad, q, k, v, o, logsumexp, (None, None), _window(is_causal), scale)
@@ -192,14 +192,14 @@ def _packed(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> Any:  # fmt: skip
-    """``aten::_flash_attention_forward``: of (T, H, D) with bounds of sequences, or of (B, N, H, D)."""
+    """``aten::_flash_attention_forward`` on (T, H, D) with bounds of sequences, or on (B, N, H, D)."""
     special = any(x is not None for x in (alibi_slopes, block_table, seqused_k))
-    if return_debug_mask or special or not _takes(query, value, dropout_p):
+    if return_debug_mask or special or not _is_supported(query, value, dropout_p):
         return None
     q, k, v = (t if t.dim() == 4 else t[None] for t in (query, key, value))
     window = _window(is_causal, window_size_left, window_size_right)
     out, lse = _forward(q, k, v, window=window, scale=scale, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
-    return (*((out, lse) if query.dim() == 4 else (out[0], lse[0])), *_nothing(query))
+    return (*((out, lse) if query.dim() == 4 else (out[0], lse[0])), *_make_placeholders(query))
 
 
 def _packed_backward(
@@ -209,7 +209,7 @@ def _packed_backward(
     window_size_right: int | None = None,
 ) -> Any:  # fmt: skip
     """``aten::_flash_attention_backward``."""
-    if not _takes(query, value, dropout_p):
+    if not _is_supported(query, value, dropout_p):
         return None
     packed = query.dim() == 3
     tensors = (grad_out, query, key, value, out, logsumexp)

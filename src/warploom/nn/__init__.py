@@ -1,4 +1,4 @@
-"""Modules for people who build models: positions, attention with its cache, and a Transformer LM."""
+"""Layers for models: positional encodings, attention with its caches, and a Transformer language model."""
 
 from warploom.nn.attention import Attention
 from warploom.nn.cache import FactorCache, KVCache, StateCache

@@ -30,23 +30,23 @@ class Attention(nn.Module):
         kv_heads: Heads of keys and values ``Hkv``, a divisor of ``heads``; as many by default.
         head_dim: Features ``D`` of a head; ``d_model / heads`` by default.
         position: Encodes queries and keys of ``head_dim`` features: `RotaryEmbedding`, `LRPE` with ``kv_heads``
-            rows or a divisor of them, or ``None``. A part of the features turns with ``RotaryEmbedding(head_dim,
-            rotary_dim=…)``. LRPE's cosine form gives them twice the features; the scale stays ``D^-½``.
-        implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (written out: the
-            matrix of scores is formed).
+            rows or a divisor of them, or ``None``. ``RotaryEmbedding(head_dim, rotary_dim=…)`` rotates a part of
+            the features. LRPE's cosine form doubles the features; the scale stays ``D^-½``.
+        implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (PyTorch
+            operations that form the matrix of scores).
 
     Attributes:
-        attend: What computes ``flash``; `warploom.distributed` puts its own there.
-        grouped: Whether rows of ``qkv`` are those of one key head after the other, its queries', its own and its
-            value's, so that an even part of them is an attention layer of fewer heads; else those of all queries,
-            then all keys, then all values.
+        attend: The function of ``flash``; `warploom.distributed` replaces it.
+        grouped: True if the rows of ``qkv`` are in the order of key heads, each with its queries, key and value, so
+            that a shard of the rows is an attention layer of fewer heads. False if they are in the order of all
+            queries, all keys, all values.
 
     Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
 
     Raises:
-        ArgumentError: Numbers that are not positive or do not divide each other, an unknown implementation, or
-            positions that do not fit the heads, or whose activation looks at later tokens.
-        DtypeError: ``position`` is something else.
+        ArgumentError: A number is not positive or does not divide another, the implementation is unknown, or the
+            position does not fit the heads or has an activation that depends on later tokens.
+        DtypeError: ``position`` has the wrong type.
 
     Example:
         ```python
@@ -101,33 +101,33 @@ class Attention(nn.Module):
 
         Args:
             x: ``(B, N, d_model)``; with a cache, the tokens that follow those in it.
-            position_ids: ``(N,)`` or ``(B, N)``; counted on from the cache's length by default.
-            cache: Where this layer's keys and values are added. Without gradient only.
+            position_ids: ``(N,)`` or ``(B, N)``; by default they continue from the cache's length.
+            cache: The cache to which this layer's keys and values are added. Needs ``torch.no_grad()``.
 
         Returns:
             ``(B, N, d_model)``.
 
         Raises:
             ShapeError: ``x`` has another shape.
-            ArgumentError: ``position_ids`` without an encoding of positions, or a cache while a gradient is wanted.
+            ArgumentError: There are ``position_ids`` without an encoding of positions, or a cache with gradients.
             DtypeError: An argument has the wrong type.
         """
         self._check(x, position_ids, cache)
         out = None
         if not self.grouped:
             qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-            out = self._turned_and_attended(qkv) if cache is None and position_ids is None else None
+            out = self._attend_fused(qkv) if cache is None and position_ids is None else None
         if out is None:
             start = {"offset": 0 if cache is None else cache.offset}
             start = start if position_ids is None else {"position_ids": position_ids}
-            q, k, v = self._of_groups(self.qkv(x), start) if self.grouped else self._encoded(qkv, start)
-            out = self._attended(q, k, v, cache)
+            q, k, v = self._split_groups(self.qkv(x), start) if self.grouped else self._encode(qkv, start)
+            out = self._attend(q, k, v, cache)
         projected: Tensor = self.out(out.flatten(2))
         return projected
 
     @torch.no_grad()
     def group(self, grouped: bool = True) -> None:
-        """Order the rows of ``qkv`` by key heads, or back."""
+        """Order the rows of ``qkv`` by key heads, or by queries, keys and values."""
         if grouped != self.grouped:
             shared, order = self.heads // self.kv_heads, torch.arange(self.heads + 2 * self.kv_heads)
             queries, keys, values = order.split((self.heads, self.kv_heads, self.kv_heads))
@@ -146,10 +146,10 @@ class Attention(nn.Module):
         if cache is not None and not isinstance(cache, KVCache):
             raise fault(DtypeError, "Attention", "cache", "a KVCache or None", type(cache).__name__)
 
-    def _turned_and_attended(self, qkv: Tensor) -> Tensor | None:
-        """From the projection (B, N, H + 2·Hkv, D) to (B, N, H, D) by one operator, if there is one for the call.
+    def _attend_fused(self, qkv: Tensor) -> Tensor | None:
+        """Returns (B, N, H, D) of the projection (B, N, H + 2·Hkv, D), by one operator for RoPE and attention.
 
-        There is on the kernels.
+        Returns None where that does not run the call: it has kernels only.
         """
         position = self.position
         if self.implementation != "flash" or not isinstance(position, RotaryEmbedding):
@@ -167,25 +167,25 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5 * factor**2
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
-        """From queries (B, N, H, ·), keys (B, N, Hkv, ·) and values (B, N, Hkv, D) to (B, N, H, D)."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+        """Returns (B, N, H, D) of queries (B, N, H, ·), keys (B, N, Hkv, ·) and values (B, N, Hkv, D)."""
         scale = self.head_dim**-0.5
         if cache is not None:
             k, v = cache.append(k, v)
         if cache is not None and cache.ragged:
-            return self._ragged(q, k, v, scale, cache)
+            return self._attend_ragged(q, k, v, scale, cache)
         if self.implementation == "flash":
             attended: Tensor = self.attend(q, k, v, causal=True, scale=scale)
             return attended
         if self.implementation == "sdpa":
-            # `is_causal` aligns the first query with the first key, which is ours only when there are as many.
+            # `is_causal` aligns the first query with the first key, we the last with the last.
             if q.shape[1] == k.shape[1]:
                 return _sdpa(q, k, v, scale, None, is_causal=True)
             return _sdpa(q, k, v, scale, None if q.shape[1] == 1 else causal_mask(q, k))
         return plain_attention(q, k, v, scale, causal_mask(q, k))
 
-    def _of_groups(self, projected: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_encoded`, from the projection (B, N, (H + 2·Hkv)·D) of one key head after the other."""
+    def _split_groups(self, projected: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values as `_encode` does, of the grouped projection (B, N, (H + 2·Hkv)·D)."""
         shared = self.heads // self.kv_heads
         groups = projected.unflatten(-1, (self.kv_heads, shared + 2, self.head_dim))
         q, k, v = groups[..., :shared, :].flatten(2, 3), groups[..., shared, :], groups[..., shared + 1, :]
@@ -193,8 +193,8 @@ class Attention(nn.Module):
             q, k = self.position(q, **start), self.position(k, **start)
         return q, k, v
 
-    def _encoded(self, qkv: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, N, H, ·) and keys (B, N, Hkv, ·) with their positions, and values, from all side by side."""
+    def _encode(self, qkv: Tensor, start: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns encoded queries (B, N, H, ·) and keys (B, N, Hkv, ·), and values, of (B, N, H + 2·Hkv, D)."""
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if isinstance(self.position, RotaryEmbedding):  # the same frequencies for all heads: one launch
             qk = self.position(qk, **start)
@@ -203,11 +203,11 @@ class Attention(nn.Module):
             q, k = self.position(q, **start), self.position(k, **start)
         return q, k, v
 
-    def _ragged(self, q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
-        """Attention where the entries of the batch have caches of different lengths."""
+    def _attend_ragged(self, q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
+        """Returns attention where the entries of the batch have caches of different lengths."""
         if self.implementation != "flash":
             mask = causal_mask(q, k, cache.offset)
-            # What a mask hides is multiplied by zero, and what lies behind an entry's length may be NaN.
+            # Masked values are multiplied by zero, and those behind an entry's length may be NaN.
             behind = torch.arange(k.shape[1], device=k.device)[:, None, None] >= cache.seqlens[:, None, None, None]
             k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
             attend = _sdpa if self.implementation == "sdpa" else plain_attention
@@ -215,13 +215,13 @@ class Attention(nn.Module):
         return flash_attention(q, k, v, causal=True, scale=scale, seqused_k=cache.seqlens)
 
     def extra_repr(self) -> str:
-        """What the layer was built with."""
+        """Returns the layer's arguments."""
         sizes = f"d_model={self.qkv.in_features}, heads={self.heads}, kv_heads={self.kv_heads}"
         return f"{sizes}, head_dim={self.head_dim}, implementation={self.implementation!r}"
 
 
 def _check_position(position: object, kv_heads: int, head_dim: int) -> None:
-    """Raise unless an encoding is one that fits heads of keys, and looks at no later token."""
+    """Raise unless an encoding of positions fits the key heads and does not depend on later tokens."""
     if position is None:
         return
     if not isinstance(position, RotaryEmbedding | LRPE):
@@ -239,12 +239,12 @@ def _check_position(position: object, kv_heads: int, head_dim: int) -> None:
 
 
 def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Tensor:
-    """Which keys each query sees, (N, M) or (B, 1, N, M) bool: the last query sits at the last key.
+    """Returns which keys each query sees, (N, M) or (B, 1, N, M) bool; the last query is aligned with the last key.
 
     Args:
         q: ``(B, N, H, D)``.
         k: ``(B, M, Hkv, D)``.
-        lengths: Valid keys of each batch entry (B,), the queries' own included, where they differ.
+        lengths: ``(B,)``, valid keys of each batch entry, including those of the queries, if they differ.
     """
     queries, keys = q.shape[1], k.shape[1]
     column = torch.arange(keys, device=q.device)
@@ -255,9 +255,9 @@ def causal_mask(q: Tensor, k: Tensor, lengths: int | Tensor | None = None) -> Te
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """Attention written out: (B, N, H, D), (B, M, Hkv, D), (B, M, Hkv, E) to (B, N, H, E).
+    """Returns attention (B, N, H, E) by plain operations, of (B, N, H, D), (B, M, Hkv, D) and (B, M, Hkv, E).
 
-    The softmax is in float32, or float64 for such inputs.
+    The softmax is in float32, or in float64 for float64 inputs.
     """
     groups = q.shape[2] // k.shape[2]
     if groups > 1:

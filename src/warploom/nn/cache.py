@@ -1,4 +1,4 @@
-"""What attention layers keep of the tokens they have seen: keys and values, their factors, or a state."""
+"""Caches of attention layers: keys and values of earlier tokens, their factors, or a state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Tensor = torch.Tensor
 
 
 class _Cache:
-    """Lengths of the entries of a batch, and tensors that are kept of their tokens.
+    """Tensors of the tokens of a batch, with a length for each entry.
 
-    Compiled code takes every length alike: the length is a size of an empty tensor, as PyTorch compiles an int of a
-    global anew for each value, and two more than it is, as sizes of 0 and 1 are compiled apart. Entries that are
-    shorter are so by a number that new tokens do not change.
+    The longest length is kept as a size of an empty tensor, plus two. So compiled code is the same for all lengths:
+    PyTorch compiles anew for each value of an int, and specializes sizes of 0 and 1. A shorter entry is kept as its
+    difference to the longest, which new tokens do not change.
     """
 
     def __init__(self) -> None:
         self._held: tuple[Tensor, ...] = ()
         self._is_filled = False
         self._counter = _counter(0)
-        self._missing: list[int] | None = None  # of each entry to the longest; None where they are as long
+        self._missing: list[int] | None = None  # tokens fewer than the longest entry; None if all are equal
         self._missing_there: Tensor | None = None  # the same on the device, (B,) int32
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class _Cache:
 
     @property
     def ragged(self) -> bool:
-        """Whether entries differ in length."""
+        """True if entries differ in length."""
         return self._missing is not None
 
     @property
@@ -57,29 +57,29 @@ class _Cache:
         Raises:
             ArgumentError: Nothing has been appended yet.
         """
-        first = self._filled()[0]
+        first = self._get_filled()[0]
         if self._missing_there is not None:
             return self.length - self._missing_there
         return torch.full(first.shape[:1], self.length, dtype=torch.int32, device=first.device)
 
     @property
     def offset(self) -> int | Tensor:
-        """Position of the next token: an int where all entries agree, else `seqlens`."""
+        """Position of the next token: an int if all entries have the same length, else `seqlens`."""
         return self.seqlens if self.ragged else self.length
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
-        """Make every entry that of an index: in beam search, of the beam that it goes on from.
+        """Select batch entries by index; in beam search, the beams that continue.
 
         Args:
-            indices: ``(B',)`` int32 or int64, or as many ints, from 0 to ``B − 1``; an entry may come several times
-                or not at all, and ``B'`` may differ from ``B``. Values are checked where they lie on the CPU.
+            indices: ``(B',)`` int32 or int64, or a sequence of ints, from 0 to ``B − 1``. An entry may be selected
+                several times or not at all, and ``B'`` may differ from ``B``. Values on the CPU are checked.
 
         Raises:
             ArgumentError: The cache is empty, or an index is out of range.
             DtypeError: The indices are not integers.
-            ShapeError: They are not on one axis, or there is none.
+            ShapeError: The indices have more than one axis, or there are none.
         """
-        name, first = f"{type(self).__name__}.reorder", self._filled()[0]
+        name, first = f"{type(self).__name__}.reorder", self._get_filled()[0]
         order = as_python(indices if isinstance(indices, Tensor) else tuple(indices))
         if isinstance(order, tuple):
             if not all(map(is_int, order)):
@@ -92,17 +92,22 @@ class _Cache:
         if order.device.type == "cpu" and not 0 <= int(order.min()) <= int(order.max()) < entries:
             raise fault(ArgumentError, name, "indices", f"from 0 to {entries - 1}", order.tolist())
         lengths = self.lengths
-        with _outliving_inference():
+        with _leave_inference_mode():
             self._select(order.to(first.device, non_blocking=True))
         if self.ragged:
             self._set_lengths([lengths[entry] for entry in order.tolist()])
 
     def _select(self, order: Tensor) -> None:
-        """Make entries of what is held those of an index."""
+        """Select batch entries of the tensors by index."""
         raise NotImplementedError
 
-    def _wanted(self, lengths: int | Sequence[int]) -> list[int]:
-        """Lengths to truncate the entries to, one for each of them."""
+    def _check_lengths(self, lengths: int | Sequence[int]) -> list[int]:
+        """Returns a length for each entry to truncate it to.
+
+        Raises:
+            ArgumentError: A length is out of range, or there are not as many as entries.
+            DtypeError: A length is not an int.
+        """
         name, have = f"{type(self).__name__}.truncate", self.lengths
         lengths = as_python(tuple(lengths) if isinstance(lengths, list) else lengths)
         if not (is_int(lengths) or (isinstance(lengths, Sequence) and all(map(is_int, lengths)))):
@@ -122,19 +127,19 @@ class _Cache:
             missing = torch.tensor(self._missing, dtype=torch.int32)
             self._missing_there = missing.to(self._held[0].device, non_blocking=True)
 
-    def _filled(self) -> tuple[Tensor, ...]:
+    def _get_filled(self) -> tuple[Tensor, ...]:
         if not self._is_filled:
             raise fault(ArgumentError, type(self).__name__, "the cache", "appended to first", "an empty one")
         return self._held
 
 
 def _counter(length: int) -> Tensor:
-    """A tensor of no elements that says a length."""
+    """Returns a tensor without elements, whose first size is a length plus two."""
     return torch.empty(length + 2, 0, device="cpu")
 
 
-def _outliving_inference() -> contextlib.AbstractContextManager[Any]:
-    """A context whose tensors can be written after inference mode as well; compiled code has none."""
+def _leave_inference_mode() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context whose tensors can also be written outside of inference mode; none in compiled code."""
     if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return torch.inference_mode(False)
@@ -143,12 +148,12 @@ def _outliving_inference() -> contextlib.AbstractContextManager[Any]:
 class TokenCache(_Cache):
     """Tensors ``(B, tokens, ·, ·)`` that grow along the tokens, with a length for each entry of the batch.
 
-    Memory is allocated at the first append, in the dtype and on the device of what is appended. Entries of a
-    batch may have different lengths: append right-padded prompts, then `truncate` each entry to its own; the next
-    token of an entry overwrites its padding. Lengths are kept on the host too, so nothing here waits for the GPU.
+    Memory is allocated at the first append, with the dtype and device of the tensors. Entries of a batch may have
+    different lengths: append right-padded prompts, then `truncate` each entry to its own length. The next token of
+    an entry overwrites its padding. Lengths are kept on the host too, so nothing waits for the GPU.
 
     Args:
-        capacity: Tokens to allocate for, which is then also the most that fit; ``None`` to grow by doubling.
+        capacity: Tokens to allocate for, which are then the most that fit; ``None`` to grow by doubling.
 
     Attributes:
         lengths: Tokens of each batch entry, as ints; empty before the first append.
@@ -160,7 +165,7 @@ class TokenCache(_Cache):
 
     _FIRST = 256  # tokens allocated at first where no capacity is given
     _SHAPES: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """The tensors that are kept, and what their sizes are called: of one name, all are equal."""
+    """The tensors that are kept, with a letter for each size. Sizes of the same letter are equal."""
 
     def __init__(self, capacity: int | None = None) -> None:
         capacity = as_python(capacity)
@@ -169,7 +174,7 @@ class TokenCache(_Cache):
         if capacity is not None and capacity < 1:
             raise fault(ArgumentError, type(self).__name__, "capacity", "positive", capacity)
         super().__init__()
-        # (B, allocated, ·, ·) each. PyTorch compiles sizes that change once, for all of them.
+        # (B, allocated, ·, ·) each. As sizes of tensors, they are dynamic in compiled code.
         self._held = tuple(torch.empty(0, 0, 0, 0, device="cpu") for _ in self._SHAPES)
         self.capacity = capacity
 
@@ -177,7 +182,7 @@ class TokenCache(_Cache):
         return f"{type(self).__name__}(capacity={self.capacity}, lengths={self.lengths})"
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget each entry's tokens from a length on.
+        """Remove each entry's tokens behind a length.
 
         Args:
             lengths: One for all entries, or one for each.
@@ -186,17 +191,17 @@ class TokenCache(_Cache):
             ArgumentError: A length is negative or beyond what the entry has, or there are not as many as entries.
             DtypeError: A length is not an int.
         """
-        self._set_lengths(self._wanted(lengths))
+        self._set_lengths(self._check_lengths(lengths))
 
     def _append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add tokens (B, N, ·, ·) to every entry; views of the first `length` tokens of everything held."""
+        """Add tokens (B, N, ·, ·) to every entry. Returns views of the first `length` tokens of all tensors."""
         self._check(new)
         batch, tokens = new[0].shape[:2]
         needed = self.length + tokens
         if self.capacity is not None and needed > self.capacity:
             name = f"{type(self).__name__}.append"
             raise fault(ArgumentError, name, "the length", f"at most the capacity {self.capacity}", needed)
-        self._make_room(needed, new)
+        self._grow(needed, new)
         if self.ragged:
             entry = torch.arange(batch, device=new[0].device)[:, None]
             place = self.seqlens[:, None] + torch.arange(tokens, device=new[0].device)
@@ -217,7 +222,7 @@ class TokenCache(_Cache):
             store[:, :length] = old[:, :length].index_select(0, order)
 
     def _check(self, new: tuple[Tensor, ...]) -> None:
-        """Raise unless tensors fit each other and what is held. Nothing has been modified then."""
+        """Raise unless new tensors fit each other and the kept ones."""
         name = f"{type(self).__name__}.append"
         first_name = next(iter(self._SHAPES))
         known: dict[str, int] = {}
@@ -245,13 +250,13 @@ class TokenCache(_Cache):
             if tensor.device != like.device:
                 raise fault(DeviceError, name, argument, f"on the device {whose}, {like.device}", tensor.device)
 
-    def _make_room(self, needed: int, new: tuple[Tensor, ...]) -> None:
+    def _grow(self, needed: int, new: tuple[Tensor, ...]) -> None:
         *_, allocated = [store.shape[1] for store in self._held]  # of all: each is looked at in every call
         if needed <= allocated and self._is_filled:
             return
         size = self.capacity or max(self._FIRST, 2 * allocated, needed)
-        with _outliving_inference():
-            # Zeros, since what a mask hides is still multiplied, and uninitialised memory may hold a NaN.
+        with _leave_inference_mode():
+            # Zeros, since masked values are still multiplied, and uninitialised memory may hold a NaN.
             grown = tuple(x.new_zeros((x.shape[0], size, *x.shape[2:])) for x in new)
             if self._is_filled:
                 for store, old in zip(grown, self._held):
@@ -286,8 +291,8 @@ class KVCache(TokenCache):
             v: ``(B, N, Hkv, E)``.
 
         Returns:
-            Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of everything so far. Where entries differ in
-            length, what lies behind an entry's own length means nothing.
+            Views ``(B, length, Hkv, D)`` and ``(B, length, Hkv, E)`` of all tokens so far. Where entries differ in
+            length, tokens behind an entry's own length have no meaning.
 
         Raises:
             ShapeError: A size is not that of the other tensor or of earlier calls.
@@ -299,12 +304,12 @@ class KVCache(TokenCache):
         return keys, values
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy what is valid: ``k`` (1, ΣM, Hkv, D), ``v`` (1, ΣM, Hkv, E) and ``cu_seqlens`` (B + 1,) int32.
+        """Copy the valid tokens: ``k`` (1, ΣM, Hkv, D), ``v`` (1, ΣM, Hkv, E) and ``cu_seqlens`` (B + 1,) int32.
 
         Raises:
             ArgumentError: The cache is empty.
         """
-        keys, values = self._filled()
+        keys, values = self._get_filled()
         allocated = keys.shape[1]
         rows = [torch.arange(length) + entry * allocated for entry, length in enumerate(self.lengths)]
         index = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(keys.device, non_blocking=True)
@@ -348,8 +353,8 @@ class FactorCache(TokenCache):
             bv: ``(B, N, Rv, E)``.
 
         Returns:
-            The four factors of all tokens so far, in the same order, views of the first `length` tokens. What lies
-            behind an entry's own length means nothing.
+            The four factors of all tokens so far, in the same order, as views of the first `length` tokens. Tokens
+            behind an entry's own length have no meaning.
 
         Raises:
             ShapeError: A size is not that of the other factors or of earlier calls.
@@ -362,10 +367,10 @@ class FactorCache(TokenCache):
 
 
 class StateCache(_Cache):
-    """The state of a `LinearAttention` layer behind the tokens that it has seen, of one size for any number.
+    """The state of a `LinearAttention` layer after its tokens, of the same size for any number of them.
 
-    A state cannot be taken back by a token. Until the next call the layer's last keys and values are kept, so that
-    entries can be truncated to any length since: right-padded prompts may have different lengths.
+    A token cannot be removed from a state. So the keys and values of the last call are kept until the next, and
+    entries can be truncated to any length since then: right-padded prompts may have different lengths.
 
     Attributes:
         lengths: Tokens of each batch entry, as ints; empty before the first call.
@@ -387,7 +392,7 @@ class StateCache(_Cache):
         super().__init__()
         self._before: list[int] = []  # lengths before the last call
         self._state_after: Callable[[int, int], Tensor] | None = None
-        self._order: Tensor | None = None  # which entries of the last call the entries are, if they were reordered
+        self._order: Tensor | None = None  # indices of the entries in the last call, if they were reordered
 
     @property
     def state(self) -> Tensor | None:
@@ -395,17 +400,17 @@ class StateCache(_Cache):
         return self._held[0] if self._is_filled else None
 
     def put(self, state: Tensor, tokens: int, state_after: Callable[[int, int], Tensor]) -> None:
-        """Replace the state, behind so many more tokens of every entry.
+        """Replace the state by that after new tokens of every entry.
 
         Args:
             state: ``(B, H, F, E)``.
-            tokens: New ones.
-            state_after: From an entry and a number of its new tokens to its state behind them, ``(1, H, F, E)``. A
-                cache can be pickled if this can.
+            tokens: The number of new tokens.
+            state_after: Returns the state ``(1, H, F, E)`` of an entry after a number of its new tokens, given
+                both. The cache can be pickled if this can.
 
         Raises:
-            ArgumentError: A gradient is wanted.
-            ShapeError: The state is not of the batch, heads and features of the one before.
+            ArgumentError: The state requires a gradient.
+            ShapeError: The state has another batch, heads or features than the one before.
         """
         name = f"{type(self).__name__}.put"
         if torch.is_grad_enabled() and state.requires_grad:
@@ -418,7 +423,7 @@ class StateCache(_Cache):
         self._counter = _counter(self.length + tokens)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget each entry's tokens from a length on, which is not before the last call.
+        """Remove each entry's tokens behind a length, at most the tokens of the last call.
 
         Args:
             lengths: One for all entries, or one for each.
@@ -428,7 +433,7 @@ class StateCache(_Cache):
                 as entries.
             DtypeError: A length is not an int.
         """
-        wanted = self._wanted(lengths)
+        wanted = self._check_lengths(lengths)
         if any(length < before for length, before in zip(wanted, self._before)):
             expected = f"at least {self._before}, those before the last call"
             raise fault(ArgumentError, f"{type(self).__name__}.truncate", "lengths", expected, lengths)

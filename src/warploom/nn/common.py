@@ -1,4 +1,4 @@
-"""What layers that attend with a cache of their own check and do alike."""
+"""Checks and initialisation that several attention layers share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 
 
 def check_sizes(layer: str, **sizes: int) -> None:
-    """Every size is positive."""
+    """Raise unless every size is positive."""
     for argument, size in sizes.items():
         if size < 1:
             raise fault(ArgumentError, layer, argument, "positive", size)
 
 
 def check_call(layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_seqlens: Tensor | None) -> None:
-    """``x`` is (B, N, dim); a cache is of its kind, and goes without packed sequences."""
+    """Raise unless ``x`` is (B, N, dim), and a cache has the layer's type and no packed sequences beside it."""
     if x.dim() != 3 or x.shape[-1] != dim:
         raise fault(ShapeError, layer, "x", f"(B, N, dim) with dim = {dim}", tuple(x.shape))
     if cache is not None and not isinstance(cache, kind):
@@ -25,7 +25,7 @@ def check_call(layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_se
 
 
 def reset_linear(*layers: nn.Linear) -> None:
-    """Draw weights such that features of unit variance stay so; biases are zero."""
+    """Draw weights that keep the variance of features; set biases to zero."""
     for layer in layers:
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         if layer.bias is not None:

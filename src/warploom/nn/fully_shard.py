@@ -1,9 +1,9 @@
 """Learnable frequencies under `torch.distributed.fsdp.fully_shard`, where they stay float32.
 
-FSDP casts all parameters that it gathers together, and refuses such of two dtypes: frequencies would be rounded, or
-a model in bfloat16 would not run. FSDP is therefore handed a stand-in that wants no gradient, which it may cast as
-it likes. The parameter, which optimizers and state dicts see, is sharded as FSDP shards it; each forward gathers it
-in float32, and its gradient is averaged over the ranks, as FSDP averages those of other parameters.
+FSDP casts all parameters that it gathers together, and does not gather parameters of two dtypes. Frequencies would
+be rounded, or a model in bfloat16 would not run. So FSDP is given a placeholder without a gradient, which it may
+cast. The real parameter, which optimizers and state dicts see, is sharded as FSDP shards it. Each forward gathers
+it in float32, and its gradient is averaged over the ranks, as FSDP averages those of other parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Tensor = torch.Tensor
 
 
 def is_called_by_fsdp() -> bool:
-    """Whether what calls the caller of this function is FSDP."""
+    """True if FSDP calls the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.distributed.fsdp")
 
 
 class ShardedFrequencies(nn.Module):
-    """What a module of frequencies does once FSDP has sharded it: see the file."""
+    """A module of frequencies that FSDP has sharded; see the file."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "theta" and is_called_by_fsdp():
@@ -46,7 +46,7 @@ _classes: dict[type, type] = {}
 
 
 def shard(module: nn.Module, theta: nn.Parameter) -> None:
-    """Make a module's frequencies those of a parameter that FSDP has sharded, and that a stand-in."""
+    """Make a parameter that FSDP has sharded the module's frequencies, and give FSDP a placeholder for it."""
     kind = type(module)
     if kind not in _classes:
         _classes[kind] = type(kind.__name__, (ShardedFrequencies, kind), {})
@@ -56,7 +56,7 @@ def shard(module: nn.Module, theta: nn.Parameter) -> None:
 
 
 def gather(theta: Tensor) -> Tensor:
-    """A parameter that `shard` has made, whole on every rank."""
+    """Returns a parameter of `shard` whole on every rank."""
     from torch.distributed.tensor import Partial
 
     sharded: Any = theta
@@ -67,8 +67,8 @@ def gather(theta: Tensor) -> Tensor:
     return whole
 
 
-def placed_as(values: Tensor, theta: Tensor) -> Tensor:
-    """Values that every rank has whole, sharded as a parameter that `shard` has made."""
+def shard_like(values: Tensor, theta: Tensor) -> Tensor:
+    """Returns values that every rank has whole, sharded like a parameter of `shard`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     sharded: Any = theta

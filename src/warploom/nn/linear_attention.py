@@ -21,31 +21,30 @@ Tensor = torch.Tensor
 
 
 class LinearAttention(nn.Module):
-    """Causal self-attention without a softmax, on queries and keys encoded by LRPE, with a gate behind it.
+    """Causal self-attention without a softmax, with LRPE of queries and keys, and a gate on the output.
 
-    ``out(norm(linear_attention(q, k, v)) · silu(gate))``, where ``q, k, v`` and ``gate`` are linear maps of a
+    It computes ``out(norm(linear_attention(q, k, v)) · silu(gate))``. ``q, k, v`` and ``gate`` are linear maps of a
     token's features, and the norm is over the features of each head. There is no denominator, since sums of cosines
-    can be negative. A head forgets at its own rate: ``λ_h = exp(−2^(−8h / H) · (1 − layer / layers))``,
-    ``h = 1 … H``.
+    can be negative. Each head has its own decay: ``λ_h = exp(−2^(−8h / H) · (1 − layer / layers))``, ``h = 1 … H``.
 
     Args:
         dim: Features of a token.
-        heads: ``H``.
-        head_dim: ``D``, features of a query and of a key; even for ``rotate``.
-        value_dim: ``E``, features of a value; ``head_dim`` by default.
-        position: ``rotate`` or ``cosine``, LRPE of a row of frequencies for every head, or ``none``.
-        activation: Of queries and keys before they are encoded, see `warploom.linear_attention`.
-        base: The frequencies start as ``base ** (-f / F)``, with ``F`` of them.
-        learnable: Whether they are a parameter.
-        layer: The layer's place in a model of ``layers`` of them, from 0: later ones forget more slowly.
-        layers: See ``layer``.
-        norm_eps: Of the norm.
-        bias: Whether the linear maps have one.
-        backend: That of `warploom.linear_attention`.
+        heads: Number of heads ``H``.
+        head_dim: Features ``D`` of a query and of a key; even for ``rotate``.
+        value_dim: Features ``E`` of a value; ``head_dim`` by default.
+        position: ``rotate`` or ``cosine``, LRPE with a row of frequencies for every head, or ``none``.
+        activation: Applied to queries and keys before they are encoded, see `warploom.linear_attention`.
+        base: The initial frequencies are ``base ** (-f / F)`` for ``f = 0 … F − 1``.
+        learnable: True if the frequencies are a parameter.
+        layer: Index of the layer in the model, from 0. Later layers decay more slowly.
+        layers: Number of layers in the model.
+        norm_eps: Epsilon of the norm.
+        bias: True if the linear maps have a bias.
+        backend: Backend of `warploom.linear_attention`.
 
     Attributes:
-        attend: What computes it, `warploom.linear_attention`; `warploom.distributed` puts its own there.
-        decay: ``(H,)``, logarithms of the ``λ_h``; a buffer, and in the state dict.
+        attend: The function that attends, `warploom.linear_attention`; `warploom.distributed` replaces it.
+        decay: ``(H,)``, logarithms of the ``λ_h``: a buffer, in the state dict.
 
     State dict: ``q, k, v, gate, out``, each ``.weight``, with ``bias`` also ``.bias``; ``norm.weight`` of ``(E,)``,
     ``decay``, and ``position.theta`` if ``learnable``. Rows of the first four run over heads, then features.
@@ -117,27 +116,27 @@ class LinearAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the decays; draw weights such that features of unit variance stay so; biases are zero."""
+        """Set the decays, draw weights that keep the variance of features, and set biases to zero."""
         head = torch.arange(1, self.heads + 1, dtype=torch.float64, device=self.decay.device)
         self.decay.copy_(-(2.0 ** (-8.0 * head / self.heads)) * (1.0 - self.layer / self.layers))
         reset_linear(self.q, self.k, self.v, self.gate, self.out)
 
     def forward(self, x: Tensor, cache: StateCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Attend from each token to itself and to the tokens before it.
 
         Args:
             x: ``(B, N, dim)``, features of the tokens.
-            cache: The state behind earlier tokens, which these are added to; needs ``torch.no_grad()``. The tokens
-                then stand behind the ones that each batch entry has there.
+            cache: The state after earlier tokens, to which these are added. Needs ``torch.no_grad()``. The tokens
+                then follow those that each batch entry has in the cache.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
 
         Returns:
             ``(B, N, dim)``.
 
         Raises:
-            ArgumentError: Both a cache and ``cu_seqlens``, or a cache while a gradient is wanted.
-            ShapeError: ``x`` has another shape, or the cache is of another batch.
-            DtypeError: ``cache`` is something else.
+            ArgumentError: There are both a cache and ``cu_seqlens``, or a cache with gradients.
+            ShapeError: ``x`` has another shape, or the cache has another batch size.
+            DtypeError: ``cache`` has the wrong type.
         """
         check_call("LinearAttention", x, self.q.in_features, cache, StateCache, cu_seqlens)
         q, k, v = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.q, self.k, self.v))
@@ -147,7 +146,7 @@ class LinearAttention(nn.Module):
         return self.out(values)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **place: Any) -> Any:
-        """`warploom.linear_attention` as this layer has it, at a place among tokens."""
+        """Call the layer's attention with its options, and those of the tokens' place."""
         return self.attend(q, k, v, **self._options(q), **place)
 
     def _options(self, q: Tensor) -> dict[str, Any]:
@@ -161,7 +160,7 @@ class LinearAttention(nn.Module):
         }
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, cache: StateCache) -> Tensor:
-        """Attend behind what the cache has seen, and add to it."""
+        """Attend after the tokens of the cache, and add the new ones to it."""
         before, start, options = cache.state, cache.offset, self._options(q)
         values, state = self.attend(q, k, v, **options, offset=start, initial_state=before, return_state=True)
         again = functools.partial(self.attend, **options)
@@ -169,7 +168,7 @@ class LinearAttention(nn.Module):
         return values  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """What the layer was built with; its encoding, norm and linear maps show the rest."""
+        """Returns the layer's arguments that its submodules do not show."""
         sizes = (
             f"dim={self.q.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
         )
@@ -186,7 +185,7 @@ def _state_after(
     entry: int,
     tokens: int,
 ) -> Tensor:
-    """The state (1, H, F, E) of a batch entry behind so many tokens of a call."""
+    """Returns the state (1, H, F, E) of a batch entry after so many tokens of a call."""
     own = slice(entry, entry + 1)
     keys, values, first = k[own, :tokens], v[own, :tokens], None if before is None else before[own]
     offset = start[own] if isinstance(start, Tensor) else start

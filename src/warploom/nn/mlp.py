@@ -14,8 +14,8 @@ class SwiGLU(nn.Module):
         d_ff: Features in between; the layer has ``3 · d_model · d_ff`` parameters.
 
     Attributes:
-        grouped: Features of the blocks in which rows of ``gate_up`` alternate, see `group`; 0 where all of gate
-            come first.
+        grouped: The number of rows after which ``gate_up`` alternates between gate and up, see `group`; 0 if all
+            rows of gate come first.
 
     Shapes: ``(…, d_model)`` to ``(…, d_model)``.
 
@@ -48,9 +48,9 @@ class SwiGLU(nn.Module):
 
     @torch.no_grad()
     def group(self, features: int) -> None:
-        """Order rows such that so many of gate and so many of up alternate; with 0 all of gate's come first.
+        """Order the rows in alternating blocks of gate and up, of so many rows each; with 0, all of gate first.
 
-        An even part of them is then a layer of fewer inner features.
+        A shard of the rows is then a layer of fewer inner features.
         """
         weight, size = self.gate_up.weight, self.down.in_features
         before, after = self.grouped or size, features or size
@@ -59,5 +59,5 @@ class SwiGLU(nn.Module):
         self.grouped = features
 
     def extra_repr(self) -> str:
-        """What the layer was built with."""
+        """Returns the layer's arguments."""
         return f"d_model={self.down.out_features}, d_ff={self.down.in_features}"

@@ -1,4 +1,4 @@
-"""Positional encodings as modules: they hold the frequencies, `lrpe_rotate` and `lrpe_cosine` do the work."""
+"""Positional encodings as modules, which hold frequencies for `lrpe_rotate` and `lrpe_cosine`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.nn.fully_shard import ShardedFrequencies, gather, is_called_by_fsdp, placed_as, shard
-from warploom.nn.rope_scaling import Scaling, check_scaling, scaled_frequencies
+from warploom.nn.fully_shard import ShardedFrequencies, gather, is_called_by_fsdp, shard, shard_like
+from warploom.nn.rope_scaling import Scaling, check_scaling, scale_frequencies
 from warploom.ops.lrpe.validation import Activation
 from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
@@ -21,12 +21,11 @@ Tensor = torch.Tensor
 
 
 class _Frequencies(nn.Module):
-    """Rows of frequencies ``theta`` (rows, F): ``base ** (-f / F)``, fixed or learnable, float32 for ever.
+    """Rows of frequencies ``theta`` (rows, F): ``base ** (-f / F)``, fixed or learnable, always in float32.
 
-    Casting the module to a lower precision leaves them alone: rounded to bfloat16, a frequency of 1 is off by
-    up to 0.004 radians per position, which after a thousand positions is any angle at all. Fixed ones are in no
-    state dict, and so are right without one: also after ``to_empty``, and in a model of the meta device that a
-    state dict was assigned to.
+    They stay in float32 when the module is cast. In bfloat16 a frequency of 1 would be off by up to 0.004 radians
+    per position, so that after a thousand positions the angle would be arbitrary. Fixed frequencies are in no state
+    dict. They are set after ``to_empty`` too, and in a meta model that a state dict is assigned to.
     """
 
     theta: Tensor
@@ -45,24 +44,24 @@ class _Frequencies(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the frequencies to what they are at the start."""
-        values = self._at_the_start().expand_as(self.theta)
-        self.theta.copy_(placed_as(values, self.theta) if isinstance(self, ShardedFrequencies) else values)
+        """Set the frequencies to their initial values."""
+        values = self._compute_initial().expand_as(self.theta)
+        self.theta.copy_(shard_like(values, self.theta) if isinstance(self, ShardedFrequencies) else values)
 
-    def _at_the_start(self) -> Tensor:
-        """The frequencies of a row, (F,) float64."""
+    def _compute_initial(self) -> Tensor:
+        """Returns the initial frequencies of a row, (F,) float64."""
         features = self.theta.shape[1]
         exponent = -torch.arange(features, dtype=torch.float64, device=self.theta.device) / features
         return self.base**exponent
 
     def check_features(self, x: object, head_dim: int) -> None:
-        """Raise unless ``x`` has heads of ``head_dim`` features: a part of more would turn, without a word."""
+        """Raise unless ``x`` has heads of ``head_dim`` features. Of more, only a part would be rotated."""
         if isinstance(x, torch.Tensor) and not x.is_nested and x.shape[-1:] != (head_dim,):
             expected = f"of heads of head_dim = {head_dim} features"
             raise fault(ShapeError, type(self).__name__, "x", expected, shape_of(x))
 
     def frequencies(self, x: Tensor) -> Tensor:
-        """``theta``, for positions of ``x``. Fixed frequencies follow it to another device."""
+        """Returns ``theta`` on the device of ``x``. Fixed frequencies are moved there."""
         theta = self.theta
         if isinstance(self, ShardedFrequencies):
             return gather(theta)
@@ -77,12 +76,12 @@ class _Frequencies(nn.Module):
         return theta
 
     def extra_repr(self) -> str:
-        """What the frequencies were built with."""
+        """Returns the arguments of the frequencies."""
         return f"base={self.base}, learnable={isinstance(self.theta, nn.Parameter)}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         sharded = name == "theta" and is_sharded((value,)) and is_called_by_fsdp()
-        if sharded and not is_sharded((self._parameters["theta"],)):  # already: of heads on other ranks, say
+        if sharded and not is_sharded((self._parameters["theta"],)):  # not yet, by tensor parallelism for one
             shard(self, value)
         else:
             super().__setattr__(name, value)
@@ -120,28 +119,29 @@ class _Frequencies(nn.Module):
 
 
 class RotaryEmbedding(_Frequencies):
-    """RoPE: each pair of features turns by position times its frequency.
+    """RoPE: each pair of features is rotated by its position times its frequency.
 
     Args:
         head_dim: Features ``D`` of a head; even.
         base: The frequencies are ``base ** (-f / F)`` for ``f = 0 … F − 1``; 10 000 by default.
-        rotary_dim: How many features turn, ``2·F``: the first ``F`` pairs; all by default. The rest pass unchanged.
-        learnable: Whether ``theta`` is a parameter.
+        rotary_dim: Features that are rotated, ``2·F``: the first ``F`` pairs; all by default. The others are
+            copied.
+        learnable: True if ``theta`` is a parameter.
         interleaved: Pair neighbouring features ``(2f, 2f + 1)`` instead of halves ``(f, f + D/2)``.
-        scaling: Frequencies for longer sequences, under the names that transformers has in ``rope_parameters``:
+        scaling: Scaling of frequencies for longer sequences, as ``rope_parameters`` of transformers: a
             ``rope_type`` of ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3`` or ``proportional``, with
-            what that needs. ``max_position_embeddings`` is an entry too where it is needed, and a ``rope_theta`` is
-            the base. The frequencies are then in the state dict.
-        length: Tokens of the longest sequence, which ``dynamic`` and ``longrope`` ask for; by default not more than
-            the model was trained on. `set_length` sets another. Keys in a cache keep the frequencies that they had.
+            the entries that it needs, ``max_position_embeddings`` among them. A ``rope_theta`` is the base. The
+            frequencies are then in the state dict.
+        length: Tokens of the longest sequence, for ``dynamic`` and ``longrope``; by default at most the length of
+            training. `set_length` changes it. Keys in a cache keep their frequencies.
 
     Attributes:
         theta: ``(1, F)`` float32, radians per position; one row for all heads.
-        attention_factor: What the features that turn are multiplied with, of ``yarn`` and ``longrope``; else 1.
+        attention_factor: Factor of the rotated features, for ``yarn`` and ``longrope``; else 1.
 
     Raises:
         ArgumentError: ``head_dim`` or ``rotary_dim`` is odd or out of range, ``base`` is not positive, or
-            ``scaling`` has too much or too little.
+            ``scaling`` has unknown or missing entries.
 
     Sources: Su et al., "RoFormer", 2021, arXiv 2104.09864; of scaled frequencies, Chen et al., 2023, arXiv
     2306.15595; Peng et al., "YaRN", 2023, arXiv 2309.00071; Ding et al., "LongRoPE", 2024, arXiv 2402.13753; Llama
@@ -187,15 +187,15 @@ class RotaryEmbedding(_Frequencies):
         self.head_dim, self.rotary_dim = head_dim, turning
         self.interleaved = interleaved
 
-    def _at_the_start(self) -> Tensor:
+    def _compute_initial(self) -> Tensor:
         if not self.scaling:
-            return super()._at_the_start()
+            return super()._compute_initial()
         features = self.theta.shape[1]
-        theta, self.attention_factor = scaled_frequencies(self.scaling, self.base, features, self.length)
+        theta, self.attention_factor = scale_frequencies(self.scaling, self.base, features, self.length)
         return theta.to(self.theta.device)
 
     def set_length(self, length: int | None) -> None:
-        """Set the frequencies to those of sequences of so many tokens, for ``dynamic`` and ``longrope``."""
+        """Set the frequencies for sequences of so many tokens, for ``dynamic`` and ``longrope``."""
         self.length = length
         self.reset_parameters()
 
@@ -208,11 +208,11 @@ class RotaryEmbedding(_Frequencies):
         cu_seqlens: Tensor | None = None,
         backend: Backend = "auto",
     ) -> Tensor:
-        """Encode ``x`` (B, N, H, D), any number of heads; the result has its shape, dtype and memory order.
+        """Encode ``x`` (B, N, H, D) with any number of heads. The result has its shape, dtype and memory order.
 
-        Positions are ``offset + n``, with ``offset`` an int or an integer tensor ``()`` or ``(B,)``, or the
-        ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``. Errors
-        and backends are those of `warploom.lrpe_rotate`.
+        Positions are ``offset + n``, with ``offset`` an int or an integer tensor ``()`` or ``(B,)``. Or they are
+        the ``position_ids`` ``(N,)`` or ``(B, N)``, or start again at each packed sequence of ``cu_seqlens``.
+        Errors and backends are those of `warploom.lrpe_rotate`.
         """
         self.check_features(x, self.head_dim)
         out = lrpe_rotate(
@@ -233,7 +233,7 @@ class RotaryEmbedding(_Frequencies):
         return torch.where(pair < self.rotary_dim // 2, out * self.attention_factor, out)
 
     def extra_repr(self) -> str:
-        """What the encoding was built with."""
+        """Returns the encoding's arguments."""
         sizes = f"head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
         if self.scaling:
             sizes += f", scaling={self.scaling}, length={self.length}"
@@ -247,18 +247,19 @@ class LRPE(_Frequencies):
         heads: Rows of ``theta``. ``x`` may have a multiple of them, as queries have in grouped-query attention;
             neighbouring heads then share a row.
         head_dim: Features ``D`` of a head.
-        kind: ``cosine`` (``[x̄ cos φ, x̄ sin φ]``, twice the features) or ``rotate`` (pairs turn, ``D`` even).
-        activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` looks at later tokens
-            and so has no place in a causal model.
-        base: The frequencies start as ``base ** (-f / F)``, ``F = D`` for cosine and ``D / 2`` for rotate.
-        learnable: Whether ``theta`` is a parameter.
+        kind: ``cosine`` (``[x̄ cos φ, x̄ sin φ]``, twice the features) or ``rotate`` (pairs are rotated, ``D``
+            even).
+        activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` depends on later tokens
+            and is not for causal models.
+        base: The initial frequencies are ``base ** (-f / F)``, ``F = D`` for cosine and ``D / 2`` for rotate.
+        learnable: True if ``theta`` is a parameter.
 
     Attributes:
         theta: ``(heads, F)`` float32, radians per position.
         out_features: Features of a head of the result: ``2·D`` or ``D``.
 
     Raises:
-        ArgumentError: An unknown kind, an odd ``head_dim`` for ``rotate``, or ``base`` is not positive.
+        ArgumentError: ``kind`` is unknown, ``head_dim`` is odd for ``rotate``, or ``base`` is not positive.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equations 9 and 12.
 
@@ -326,6 +327,6 @@ class LRPE(_Frequencies):
         )
 
     def extra_repr(self) -> str:
-        """What the encoding was built with."""
+        """Returns the encoding's arguments."""
         sizes = f"heads={self.heads}, head_dim={self.head_dim}"
         return f"{sizes}, kind={self.kind!r}, activation={self.activation!r}, {super().extra_repr()}"

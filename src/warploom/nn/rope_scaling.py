@@ -1,4 +1,4 @@
-"""RoPE's frequencies for sequences longer than a model was trained on, by the names that transformers gives them.
+"""Scaled RoPE frequencies for sequences longer than those of training, by the names of transformers.
 
 Letters: ``θ_f = base ** (-f / F)`` for ``f = 0 … F − 1``, ``s`` the factor of lengths, ``L`` the length trained on.
 """
@@ -39,7 +39,7 @@ _EVERYWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def check_scaling(name: str, scaling: Scaling, features: int) -> None:
-    """Raise unless all that a kind of scaling needs is there, and nothing that it does not know.
+    """Raise unless a scaling has all entries that its kind needs, and no unknown ones.
 
     Raises:
         ArgumentError: An entry is missing, unknown or out of range.
@@ -65,17 +65,17 @@ def check_scaling(name: str, scaling: Scaling, features: int) -> None:
 
 
 def kind_of(scaling: Scaling) -> Any:
-    """The name of a kind of scaling."""
+    """Returns the name of a scaling's kind."""
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
-def scaled_frequencies(scaling: Scaling, base: float, features: int, length: int | None) -> tuple[Tensor, float]:
-    """Returns the frequencies (F,) float64 and the factor of queries and of keys.
+def scale_frequencies(scaling: Scaling, base: float, features: int, length: int | None) -> tuple[Tensor, float]:
+    """Returns the frequencies (F,) float64, and the factor of queries and keys.
 
     Args:
-        scaling: Checked.
-        base: That of the frequencies.
-        features: ``F``.
+        scaling: A scaling that `check_scaling` accepts.
+        base: The base of the frequencies.
+        features: The number of frequencies ``F``.
         length: Tokens of the longest sequence, for ``dynamic`` and ``longrope``.
 
     Sources: "linear", Chen et al., 2023, arXiv 2306.15595; "yarn" and "dynamic", Peng et al., 2023, arXiv
@@ -109,7 +109,7 @@ def scaled_frequencies(scaling: Scaling, base: float, features: int, length: int
 
 
 def _dynamic(scaling: Scaling, base: float, features: int, length: int | None) -> Tensor:
-    """A base such that the lowest frequency is that of positions divided by how much longer a sequence is."""
+    """Returns frequencies of a larger base, the lowest divided by ``s · length / L − (s − 1)``."""
     factor, trained = float(scaling["factor"]), int(scaling["max_position_embeddings"])
     times = max(length or trained, trained) / trained
     base *= float((factor * times - (factor - 1)) ** (features / (features - 1)))
@@ -117,7 +117,7 @@ def _dynamic(scaling: Scaling, base: float, features: int, length: int | None) -
 
 
 def _llama3(scaling: Scaling, theta: Tensor) -> Tensor:
-    """Frequencies that turn often in L stay, those that turn seldom are divided by s, with a ramp between."""
+    """Returns frequencies divided by s if they turn seldom in L, unchanged if often, with a ramp between."""
     turns = theta * (int(scaling[_LENGTH]) / (2 * math.pi))
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     stays: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
@@ -125,7 +125,7 @@ def _llama3(scaling: Scaling, theta: Tensor) -> Tensor:
 
 
 def _yarn(scaling: Scaling, theta: Tensor, base: float, factor: float) -> Tensor:
-    """Frequencies of more than ``beta_fast`` turns in L stay, of fewer than ``beta_slow`` are divided by s."""
+    """Returns frequencies divided by s below ``beta_slow`` turns in L, unchanged above ``beta_fast``."""
     features = len(theta)
 
     def index_of(turns: float) -> float:
@@ -141,7 +141,7 @@ def _yarn(scaling: Scaling, theta: Tensor, base: float, factor: float) -> Tensor
 
 
 def _yarn_attention(scaling: Scaling, factor: float) -> float:
-    """A temperature: ``0.1 · ln s + 1``, or the ratio of two of them."""
+    """Returns the temperature ``0.1 · ln s + 1``, or a ratio of two such."""
     given, scale, whole = (scaling.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)

@@ -18,19 +18,19 @@ class TensorProductAttention(nn.Module):
     """Causal self-attention on factored queries, keys and values, with RoPE on the feature factors.
 
     A token's queries are ``Q = 1/Rq · A_Q B_Q`` with ``A_Q (H, Rq)`` and ``B_Q (Rq, D)`` from linear maps of its
-    features, its keys and values likewise. RoPE turns the rows of ``B_Q`` and ``B_K``, which turns Q and K.
+    features, its keys and values likewise. RoPE rotates the rows of ``B_Q`` and ``B_K``, and thereby Q and K.
 
     Args:
         dim: Features of a token.
-        heads: ``H``.
-        head_dim: ``D``, features of a query and of a key; even.
-        rank_q: ``Rq``.
-        rank_k: ``Rk``.
-        rank_v: ``Rv``.
-        value_dim: ``E``, features of a value; ``head_dim`` by default.
+        heads: Number of heads ``H``.
+        head_dim: Features ``D`` of a query and of a key; even.
+        rank_q: Rank ``Rq`` of the queries.
+        rank_k: Rank ``Rk`` of the keys.
+        rank_v: Rank ``Rv`` of the values.
+        value_dim: Features ``E`` of a value; ``head_dim`` by default.
         base: RoPE's frequencies are ``base ** (-2f / D)``.
-        bias: Whether the linear maps have one.
-        backend: That of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
+        bias: True if the linear maps have a bias.
+        backend: Backend of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
 
     State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight`` of ``(H·R, dim)`` or ``(R·features, dim)``, and
     ``out.weight`` of ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of
@@ -89,25 +89,25 @@ class TensorProductAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights such that features of unit variance give factors of unit variance; biases are zero."""
+        """Draw weights that give factors of unit variance for features of unit variance; set biases to zero."""
         reset_linear(self.aq, self.bq, self.ak, self.bk, self.av, self.bv, self.out)
 
     def forward(self, x: Tensor, cache: FactorCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Attend from each token to itself and to the tokens before it.
 
         Args:
             x: ``(B, N, dim)``, features of the tokens.
-            cache: Where earlier tokens are, and where these are added; needs ``torch.no_grad()``. The tokens
-                then stand behind the ones that each batch entry has there.
+            cache: The cache of earlier tokens, to which these are added. Needs ``torch.no_grad()``. The tokens then
+                follow those that each batch entry has in the cache.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
 
         Returns:
             ``(B, N, dim)``.
 
         Raises:
-            ArgumentError: Both a cache and ``cu_seqlens``, or a cache while a gradient is wanted.
+            ArgumentError: There are both a cache and ``cu_seqlens``, or a cache with gradients.
             ShapeError: ``x`` has another shape.
-            DtypeError: ``cache`` is something else.
+            DtypeError: ``cache`` has the wrong type.
         """
         check_call("TensorProductAttention", x, self.aq.in_features, cache, FactorCache, cu_seqlens)
         aq, bq = self.aq(x).unflatten(-1, (self.heads, -1)), self.bq(x).unflatten(-1, (self.rank_q, -1))
@@ -127,7 +127,7 @@ class TensorProductAttention(nn.Module):
         return self.out(values.flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """What the layer was built with; its encoding and linear maps show the rest."""
+        """Returns the layer's arguments that its submodules do not show."""
         sizes = (
             f"dim={self.aq.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
         )

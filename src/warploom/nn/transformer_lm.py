@@ -1,7 +1,7 @@
-"""A decoder-only Transformer language model, from its configuration to sampling, in the order in which it runs.
+"""A decoder-only Transformer language model: configuration, model, sampling, files.
 
-Shape letters: ``B`` batch, ``N`` tokens, ``V`` vocabulary. Parameters are float32; lower precision is
-`torch.autocast`'s affair, which leaves the residual stream, the norms and the loss in float32.
+Shape letters: ``B`` batch, ``N`` tokens, ``V`` vocabulary. Parameters are float32. For lower precision use
+`torch.autocast`, which keeps the residual stream, the norms and the loss in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from warploom.runtime.arguments import as_python
 
 Tensor = torch.Tensor
 Cache = KVCache | FactorCache | StateCache
-"""What a layer keeps of the tokens it has seen."""
+"""The cache of a layer."""
 
 SIZES = {
     "sm": {"d_model": 768, "d_ff": 3072, "layers": 12, "heads": 12},
@@ -54,7 +54,7 @@ FORMAT = "warploom.TransformerLM"
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What a `TransformerLM` is made of. ``TransformerConfig.size("sm")`` gives the sizes of the published table.
+    """The configuration of a `TransformerLM`. ``TransformerConfig.size("sm")`` is one of the published sizes.
 
     Raises:
         ArgumentError: A number is not positive, sizes do not divide each other, or an option is unknown.
@@ -70,7 +70,7 @@ class TransformerConfig:
 
     vocab_size: int = 10_000
     context_length: int = 512
-    """The most tokens of a sequence."""
+    """The most tokens in a sequence."""
     d_model: int = 768
     d_ff: int = 3072
     """Inner features of SwiGLU, which has three matrices ``d_model × d_ff``."""
@@ -83,26 +83,26 @@ class TransformerConfig:
     base: float = 10_000.0
     """Frequencies are ``base ** (-f / F)``."""
     learnable_positions: bool = False
-    """Whether the frequencies are learned."""
+    """True if the frequencies are learned."""
     attention: AttentionName = "flash"
-    """``flash``, ``sdpa`` or ``plain``, three ways to compute the same; ``tpa``, tensor-product attention;
-    ``linear``, linear attention, which encodes by LRPE with frequencies per head."""
+    """``flash``, ``sdpa`` or ``plain``, three implementations of softmax attention; ``tpa``, tensor-product
+    attention; ``linear``, linear attention, with LRPE and frequencies per head."""
     rank_q: int = 6
     """Rank of the queries of tensor-product attention."""
     rank_k: int = 2
     rank_v: int = 2
     tie: bool = False
-    """Whether the head is the transpose of the embedding."""
+    """True if the head is the transpose of the embedding."""
     norm_eps: float = 1e-5
     checkpoint: bool = False
     """Keep only each block's input for the backward, and compute the block again there."""
 
     @classmethod
     def size(cls, name: str, **changes: Any) -> TransformerConfig:
-        """One of the published sizes ``sm``, ``md``, ``lg``, ``xl``, ``2.7B``, with changes to it.
+        """Returns one of the published sizes ``sm``, ``md``, ``lg``, ``xl``, ``2.7B``, with other fields changed.
 
         Raises:
-            ArgumentError: There is no such size, or see the class.
+            ArgumentError: There is no such size, or a change is not valid.
         """
         if name not in SIZES:
             raise fault(ArgumentError, "TransformerConfig.size", "name", f"one of {', '.join(SIZES)}", repr(name))
@@ -150,7 +150,7 @@ class TransformerConfig:
 
 
 class Output(NamedTuple):
-    """What a `TransformerLM` returns.
+    """The output of a `TransformerLM`.
 
     Example:
         ```python
@@ -180,7 +180,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None) -> Tensor:
-        """(B, N, d_model) to (B, N, d_model)."""
+        """Returns (B, N, d_model) of (B, N, d_model)."""
         places = {} if position_ids is None else {"position_ids": position_ids}
         x = x + self.attention(self.attention_norm(x), cache=cache, **places)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -265,11 +265,11 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Normal weights of deviation 0.02, smaller where a matrix adds to the residual stream.
+        """Draw normal weights of deviation 0.02, smaller for matrices that add to the residual stream.
 
-        Each of the ``2 · layers`` additions then contributes alike, and their sum does not grow with depth (Radford
-        et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of
-        tensor-product attention, which are multiplied with each other, stay as the layer draws them.
+        Each of the ``2 · layers`` additions then contributes equally, and their sum does not grow with depth
+        (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of
+        tensor-product attention are multiplied with each other, and keep the weights that the layer draws.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.endswith(("theta", *FACTORS)):
@@ -289,18 +289,18 @@ class TransformerLM(nn.Module):
 
         Args:
             tokens: ``(B, N)`` int64 or int32, ``1 ≤ N ≤ context_length``; values are not checked.
-            targets: ``(B, N)`` int64: the right answers. ``-100`` takes no part in the loss.
-            position_ids: ``(N,)`` or ``(B, N)``, where tokens stand, as in `Attention`; counted from 0 by default.
-            cache: From `make_cache`: ``tokens`` then follow those that it holds, and are added. Without gradient
-                only.
+            targets: ``(B, N)`` int64, the next tokens. Those of ``-100`` are left out of the loss.
+            position_ids: ``(N,)`` or ``(B, N)``, positions of the tokens, as in `Attention`; counted from 0 by
+                default.
+            cache: A cache of `make_cache`. The tokens follow those in it, and are added. Needs ``torch.no_grad()``.
 
         Returns:
             `Output`: the logits ``(B, N, V)``, and the loss where targets are given.
 
         Raises:
             ShapeError: Tokens or targets have the wrong shape.
-            DtypeError: They are not integers.
-            ArgumentError: More tokens than ``context_length``, or a cache of another number of layers.
+            DtypeError: Tokens or targets are not integers.
+            ArgumentError: There are more tokens than ``context_length``, or the cache has another number of layers.
         """
         self._check(tokens, targets, cache)
         if position_ids is not None and not isinstance(self.blocks[0].attention, Attention):
@@ -315,7 +315,7 @@ class TransformerLM(nn.Module):
     def hidden(
         self, tokens: Tensor, cache: Sequence[Cache] | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """The features that the head reads: tokens (B, N) to (B, N, d_model)."""
+        """Returns the features before the head, (B, N, d_model), of tokens (B, N)."""
         x = self.embedding(tokens)
         again = self.config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
@@ -350,10 +350,10 @@ class TransformerLM(nn.Module):
     # ------------------------------------------------------------------------------------------------------
 
     def make_cache(self, capacity: int | None = None) -> list[Cache]:
-        """An empty cache for each layer: of keys and values, of tensor-product attention's factors, or of a state.
+        """Returns an empty cache for each layer: a `KVCache`, `FactorCache` or `StateCache`.
 
-        ``capacity`` tokens are allocated at once, and no more fit; by default memory grows with them. The state of
-        linear attention has one size for any number of tokens.
+        Memory for ``capacity`` tokens is allocated at once, and no more fit; by default it grows with the tokens.
+        The state of linear attention has the same size for any number of tokens.
         """
         if self.config.attention == "linear":
             return [StateCache() for _ in self.blocks]
@@ -371,23 +371,23 @@ class TransformerLM(nn.Module):
         lengths: Sequence[int] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Sample what comes after a prompt, one token at a time, on a cache.
+        """Sample the tokens after a prompt, one at a time, with a cache.
 
         Args:
             prompt: ``(B, N)`` integers.
-            max_new_tokens: How many tokens to sample.
-            temperature: Divides the logits; 0 takes the most likely token.
+            max_new_tokens: The number of tokens to sample.
+            temperature: Divides the logits. With 0 the most likely token is taken.
             top_p: Sample among the most likely tokens that together have at least this probability.
-            lengths: Tokens of each prompt, where they differ; the rest of ``prompt`` is padding, of any token.
-            generator: Source of randomness on the model's device; the default one otherwise.
+            lengths: Tokens of each prompt, if they differ. The rest of ``prompt`` is padding, with any token.
+            generator: Source of randomness on the model's device; the default generator if None.
 
         Returns:
-            ``(B, max_new_tokens)``: the new tokens alone, in the prompt's dtype.
+            ``(B, max_new_tokens)``: the new tokens only, in the prompt's dtype.
 
         Raises:
             ArgumentError: An option is out of range, or prompt and new tokens exceed ``context_length``.
-            ShapeError: The prompt is not ``(B, N)``, or not one length for each of its rows.
-            DtypeError: The prompt is not of integers.
+            ShapeError: The prompt is not ``(B, N)``, or the number of lengths is not ``B``.
+            DtypeError: The prompt does not consist of integers.
         """
         self._check(prompt, None, None)
         longest = prompt.shape[1]
@@ -424,7 +424,7 @@ class TransformerLM(nn.Module):
             raise fault(ArgumentError, name, "lengths", f"between 1 and N = {prompt.shape[1]}", list(lengths))
 
     def extra_repr(self) -> str:
-        """What the model was built with."""
+        """Returns the configuration."""
         return repr(self.config)
 
     # ------------------------------------------------------------------------------------------------------
@@ -449,11 +449,11 @@ class TransformerLM(nn.Module):
 
         Args:
             path: The file.
-            device: Where the model shall be.
-            changes: Fields of the configuration that shall differ, such as ``attention="sdpa"``.
+            device: The device of the model.
+            changes: Fields of the configuration to change, such as ``attention="sdpa"``.
 
         Raises:
-            WarploomError: The file is not of this kind, or its weights are not those of its configuration.
+            WarploomError: The file is of another kind, or its weights do not fit its configuration.
             BackendError: safetensors is not installed.
         """
         _safetensors("load")
@@ -483,19 +483,19 @@ class TransformerLM(nn.Module):
     # ------------------------------------------------------------------------------------------------------
 
     def parameter_count(self) -> int:
-        """Numbers that are learned; those of a tied head once."""
+        """Returns the number of learned parameters; those of a tied head count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, length: int | None = None, *, training: bool = False) -> float:
-        """Operations for one token, on average over a sequence; a multiplication and its addition are two.
+        """Returns the operations for one token, as a mean over a sequence. A multiply-add counts as two.
 
         Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token
-        sees on average, or the state of linear attention, and the products of factors where there are such. Norms,
-        activations, positions and the softmax are not.
+        sees on average, or the state of linear attention, and the products of factors. Norms, activations,
+        positions and the softmax are not counted.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.
-            training: With the backward, which does twice the forward's work.
+            training: True to add the backward, which costs twice the forward.
         """
         length = self.config.context_length if length is None else length
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -511,7 +511,7 @@ class TransformerLM(nn.Module):
 
 
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """One token each from logits (B, V): (B, 1) int64."""
+    """Sample one token (B, 1) int64 from each row of logits (B, V)."""
     if temperature < torch.finfo(torch.float32).tiny:  # zero, and what a GPU takes for zero
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float()

@@ -1,11 +1,11 @@
 """Flash attention in the models of Hugging Face's transformers, version 5.
 
-A model of transformers asks for two functions by one name: a mask function, once for each kind of layer, and an
-attention function in every layer. What the first returns, the model hands to the second. Here it is a `Visible`:
-which keys are seen, as `warploom.flash_attention` takes it, and never a matrix of queries by keys.
+A model of transformers calls two functions under one name: a mask function, once for each kind of layer, and an
+attention function in every layer. The model passes the result of the first to the second. Here that is a `Visible`,
+which says which keys are seen by arguments of `warploom.flash_attention`, and is no matrix of queries by keys.
 
-A batch with padding becomes packed sequences, where they lie. Only where an entry has fewer queries than keys, in
-decoding, are keys moved to its front, which is a copy of keys and values.
+A batch with padding becomes packed sequences, without a copy. Only if an entry has fewer queries than keys, in
+decoding, are its keys and values copied to its front.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from warploom.errors import ArgumentError, BackendError, fault
 from warploom.integrations.transformers.attention import attention
-from warploom.integrations.transformers.masks import Visible, mask, masking
+from warploom.integrations.transformers.masks import Visible, import_masking, mask
 from warploom.integrations.transformers.rotary import patch_rotary, unpatch_rotary
 
 __all__ = ["Visible", "patch_rotary", "register", "unpatch_rotary"]
@@ -25,31 +25,31 @@ __all__ = ["Visible", "patch_rotary", "register", "unpatch_rotary"]
 def register(name: str = "warploom") -> None:
     """Make ``attn_implementation=name`` choose `warploom.flash_attention` in models of transformers.
 
-    Attention and masks are both registered, so a model keeps all it does with another implementation: padding on
-    either side, ``position_ids`` that start again and ``cu_seq_lens_*`` for packed sequences, sliding windows,
-    capped logits, sinks, grouped queries, ``generate`` with dynamic and static caches, training with gradient
-    checkpointing and with ``torch.compile``.
+    Attention and masks are both registered. So a model supports padding on either side, packed sequences by
+    ``position_ids`` that start again or by ``cu_seq_lens_*``, sliding windows, capped logits, sinks, grouped
+    queries, ``generate`` with dynamic and static caches, training with gradient checkpointing, and
+    ``torch.compile``.
 
-    Which keys a mask function shows is found out by calling it, on every query and key, and compared with what
-    `warploom.flash_attention` can do: causal and full attention, a sliding window, padding, and sequences or chunks
-    that see themselves alone. A model that asks for something else gets an error, at its first forward: any other
-    mask, such as images that see themselves in both directions; dropout of attention weights, a mask that is given
-    as a matrix, a mask with gaps between tokens, weights returned (``output_attentions``), a bias by position, keys
-    that the mask does not know, the paged cache of continuous batching. Attention of a padded query is 0.
+    A mask function is called on every query and key, and its result is expressed by arguments of
+    `warploom.flash_attention`: causal or full attention, a sliding window, padding, and sequences or chunks that
+    see only themselves. Other models raise an error at their first forward. Not supported are other masks, such as
+    images that see themselves in both directions, masks given as a matrix, masks with gaps between tokens, dropout
+    of attention weights, returned weights (``output_attentions``), a bias by position, keys that are not in the
+    mask, and the paged cache of continuous batching. Attention of a padded query is 0.
 
-    A mask is read once in a forward for each kind of layer, and one that depends on no tensor once for each size.
-    That happens on the host: ``torch.compile`` splits the model there, in front of the first layer, and
-    ``fullgraph=True`` refuses it.
+    A mask is read once in each forward for each kind of layer, and once for each size if it does not depend on a
+    tensor. It is read on the host. So ``torch.compile`` breaks the graph before the first layer, and
+    ``fullgraph=True`` raises.
 
-    A model that does not use the interface of transformers (BLOOM, Falcon) takes the name all the same, and keeps
-    its own attention or fails. A warning says so when such a model is made.
+    A model without this interface of transformers (BLOOM, Falcon) accepts the name, but keeps its own attention or
+    fails. A warning says so when such a model is made.
 
     Args:
-        name: Of the implementation, without ``flash``, which transformers takes for other packages.
+        name: Name of the implementation, without ``flash``, which transformers reserves for other packages.
 
     Raises:
-        BackendError: There is no transformers with such an interface.
-        ArgumentError: A name that transformers uses itself.
+        BackendError: transformers is not installed, or has no such interface.
+        ArgumentError: The name is one that transformers uses itself.
 
     Source: `AttentionInterface` and `AttentionMaskInterface` of transformers 5.
 
@@ -66,7 +66,7 @@ def register(name: str = "warploom") -> None:
     """
     if name in ("eager", "sdpa") or "flash" in name or "flex" in name or "|" in name:
         raise fault(ArgumentError, "register", "name", "one that transformers does not use itself", repr(name))
-    masks = masking()
+    masks = import_masking()
     try:
         from transformers import AttentionInterface
     except ImportError as error:
@@ -82,7 +82,7 @@ _warned: set[str] = set()
 
 
 def _watch_models() -> None:
-    """Let models that take the name and have attention of their own say so, once for each file of transformers."""
+    """Warn of models that accept the name but keep their own attention, once for each file of transformers."""
     from transformers import PreTrainedModel
 
     chosen_by_transformers = PreTrainedModel.get_correct_attn_implementation

@@ -1,4 +1,4 @@
-"""Attention of transformers' models by `warploom.flash_attention`."""
+"""The attention function of transformers' models, by `warploom.flash_attention`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Returns attention (B, N, Hq, E) of (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, E), and no weights.
+    """Returns attention (B, N, Hq, E) of (B, Hq, N, D), (B, Hkv, M, D) and (B, Hkv, M, E), and None for weights.
 
-    ``s_aux`` (Hq,) are sinks. Without a mask, the call or else the layer says if it is causal.
+    ``s_aux`` (Hq,) are sinks. Without a mask, attention is causal if the call, or else the layer, says so.
     """
     _refuse_options(dropout, kwargs)
     visible = attention_mask
     if visible is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        visible = Visible(causal, _symmetric(sliding_window, causal))
+        visible = Visible(causal, _make_window(sliding_window, causal))
     elif not isinstance(visible, Visible):
-        raise fault(ArgumentError, ATTENTION, "attention_mask", "(B, M), or None", _shown(visible))
+        raise fault(ArgumentError, ATTENTION, "attention_mask", "(B, M), or None", _format(visible))
     elif (visible.queries, visible.keys) != (query.shape[2], key.shape[2]):
         expected = f"of {query.shape[2]} queries and {key.shape[2]} keys, which {type(module).__name__} has"
         raise fault(ArgumentError, ATTENTION, "attention_mask", expected, f"{visible.queries} and {visible.keys}")
     if cu_seq_lens_q is not None:
-        visible = _with_sequences(visible, cu_seq_lens_q, cu_seq_lens_k)
+        visible = _add_sequences(visible, cu_seq_lens_q, cu_seq_lens_k)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, tokens = q.shape[:2]
     if visible.order_k is not None:
@@ -75,23 +75,23 @@ def _refuse_options(dropout: float, kwargs: dict[str, Any]) -> None:
     for argument, what in _UNKNOWN.items():
         if kwargs.get(argument) is not None:
             expected = f"None, since {what} is nothing it does"
-            raise fault(ArgumentError, ATTENTION, argument, expected, _shown(kwargs[argument]))
+            raise fault(ArgumentError, ATTENTION, argument, expected, _format(kwargs[argument]))
 
 
-def _shown(x: object) -> str:
+def _format(x: object) -> str:
     return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
-def _symmetric(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None] | None:
-    """Returns the window that attention of transformers makes of a size, where there is no mask to say it."""
+def _make_window(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None] | None:
+    """Returns the window for a size, as transformers' attention does without a mask."""
     if sliding_window is None:
         return None
     return sliding_window - 1, None if causal else sliding_window - 1
 
 
-def _with_sequences(visible: Visible, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Visible:
-    """Returns packed sequences as the call gives them; padding besides is a contradiction."""
+def _add_sequences(visible: Visible, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Visible:
+    """Returns the packed sequences of the call. Padding beside them raises."""
     if visible.seqused_k is not None or (visible.cu_seqlens_q is not None and not visible.positions):
         expected = "None where an attention_mask or chunks hide keys, or a cache is not full"
-        raise fault(ArgumentError, ATTENTION, "cu_seq_lens_q", expected, _shown(cu_seq_lens_q))
+        raise fault(ArgumentError, ATTENTION, "cu_seq_lens_q", expected, _format(cu_seq_lens_q))
     return replace(visible, cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k)

@@ -1,4 +1,4 @@
-"""Rotary positions of transformers' models by `warploom.lrpe_rotate`."""
+"""Rotary positions of transformers' models, by `warploom.lrpe_rotate`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embedding whose frequencies depend on no length."""
 
 
-class Turn(NamedTuple):
-    """Angles of tokens: what a patched rotary embedding returns for cosines, and for sines."""
+class Rotation(NamedTuple):
+    """The angles of tokens, which a patched rotary embedding returns instead of cosines and sines."""
 
-    theta: Tensor  # (F,), radians a position
+    theta: Tensor  # (F,), radians per position
     position_ids: Tensor  # (B or 1, N), or with axes (A, B or 1, N)
-    scaling: float
-    axes: Tensor | None  # (A, F): 1 for the axis of positions that a frequency counts, else 0
-    pairs: tuple[tuple[str, str], ...]  # by function: which features it turns in pairs
+    scaling: float  # the factor of rotated features
+    axes: Tensor | None  # (A, F): 1 for the axis of positions of a frequency, else 0
+    pairs: tuple[tuple[str, str], ...]  # the layout of pairs of features for each function
 
 
 class PatchedRotary(torch.nn.Module):
-    """A rotary embedding of transformers that returns a `Turn`, with frequencies that a cast leaves in float32."""
+    """A rotary embedding of transformers that returns a `Rotation`, with frequencies that stay in float32."""
 
     def __init__(self, embedding: Any, axes: dict[str, Tensor | None], pairs: tuple[tuple[str, str], ...]) -> None:
         super().__init__()
@@ -41,20 +41,22 @@ class PatchedRotary(torch.nn.Module):
         for prefix, axes_of in axes.items():
             self.register_buffer(f"{prefix}axes", axes_of, persistent=False)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Turn, Turn]:
-        """Returns the angles of positions (B or 1, N), or (A, B or 1, N) on several axes, twice."""
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Rotation, Rotation]:
+        """Returns the angles of positions (B or 1, N), or (A, B or 1, N) with several axes, twice."""
         prefix = "" if hasattr(self.embedding, "inv_freq") else f"{layer_type}_"
         theta = getattr(self.embedding, f"{prefix}inv_freq").to(x.device)
         axes = getattr(self, f"{prefix}axes")
         position_ids = position_ids.to(x.device)
         if position_ids.dim() == 3 and position_ids.stride(0) == 0:
-            position_ids = position_ids[0]  # of text, which stands at the same position on each axis
+            position_ids = position_ids[0]  # text has the same position on each axis
         axes = None if axes is None or position_ids.dim() == 2 else axes.to(x.device)
-        turn = Turn(theta, position_ids, getattr(self.embedding, f"{prefix}attention_scaling"), axes, self.pairs)
-        return turn, turn
+        rotation = Rotation(
+            theta, position_ids, getattr(self.embedding, f"{prefix}attention_scaling"), axes, self.pairs
+        )
+        return rotation, rotation
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the embedding has, ``inv_freq`` for one."""
+        """Returns an attribute of the embedding, such as ``inv_freq``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -80,25 +82,25 @@ class PatchedRotary(torch.nn.Module):
 
 
 def patch_rotary(model: torch.nn.Module) -> int:
-    """Turn queries and keys of a model of transformers by `warploom.lrpe_rotate`.
+    """Rotate queries and keys of a model of transformers by `warploom.lrpe_rotate`.
 
-    One kernel for queries and one for keys take the place of cosines, sines, and six elementwise operations for
-    each; angles are exact at any position, in bfloat16 too, whenever the model is cast. Positions of several axes
-    (M-RoPE) take a kernel for each axis, where they differ. Works under gradient checkpointing and
-    ``torch.compile``; a patched model can be copied and pickled.
+    One kernel for queries and one for keys replace cosines, sines, and six elementwise operations for each. Angles
+    are exact at any position, in a model cast to bfloat16 too. Positions with several axes (M-RoPE) need a kernel
+    for each axis, if they differ. Works with gradient checkpointing and ``torch.compile``. A patched model can be
+    copied and pickled.
 
-    Every rotary embedding is tried first, with the function that turns features, on a few random numbers. One that
-    gives another result is left as it is.
+    Every rotary embedding is first tested on random numbers, with the function that rotates features. If the result
+    differs, the embedding is not patched.
 
     Args:
-        model: A model, or the part that holds its rotary embedding and its layers. Changed in place.
+        model: A model, or the part with its rotary embedding and its layers. Changed in place.
 
     Returns:
-        How many rotary embeddings are patched.
+        The number of rotary embeddings that are patched.
 
     Raises:
-        ArgumentError: None can be: there is none, its frequencies change with the length, or the model turns
-            features in another way. Nothing has been changed then.
+        ArgumentError: No rotary embedding can be patched: the model has none, its frequencies change with the
+            length, or features are rotated in another way. Nothing has been changed then.
 
     Source: Su et al., "RoFormer", 2021, arXiv 2104.09864; Wang et al., "Qwen2-VL", 2024, arXiv 2409.12191 (M-RoPE).
 
@@ -116,10 +118,10 @@ def patch_rotary(model: torch.nn.Module) -> int:
     plans: list[tuple[PatchedRotary, Any]] = []
     refused: list[WarploomError] = []
     for embedding in model.modules():
-        if id(embedding) in patched or not _prefixes(embedding):
+        if id(embedding) in patched or not _find_prefixes(embedding):
             continue
         try:
-            plans.append(_plan(model, embedding))
+            plans.append(_plan_patch(model, embedding))
         except WarploomError as error:
             refused.append(error)
     if not plans and not patched:
@@ -137,13 +139,13 @@ def patch_rotary(model: torch.nn.Module) -> int:
 
 
 def unpatch_rotary(model: torch.nn.Module) -> int:
-    """Give a model that `patch_rotary` changed its own rotary embeddings back.
+    """Undo `patch_rotary`: restore a model's own rotary embeddings.
 
     Args:
-        model: As for `patch_rotary`. Changed in place.
+        model: A model, or the part that was patched. Changed in place.
 
     Returns:
-        How many rotary embeddings it got back.
+        The number of rotary embeddings that are restored.
 
     Example:
         ```python
@@ -163,7 +165,7 @@ def unpatch_rotary(model: torch.nn.Module) -> int:
 
 
 def _swap(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Put a module in the place of another, wherever a model has it."""
+    """Replace a module by another wherever a model has it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old and parent is not new:
@@ -171,27 +173,27 @@ def _swap(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) ->
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What is tried before anything changes
+# Tests before anything changes
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _prefixes(module: torch.nn.Module) -> list[str]:
-    """Returns what stands before ``inv_freq`` in the names of a rotary embedding's frequencies."""
+def _find_prefixes(module: torch.nn.Module) -> list[str]:
+    """Returns the prefixes of ``inv_freq`` in the names of a rotary embedding's frequencies."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     prefixes = [name.removesuffix("inv_freq") for name in names]
     return [p for p in prefixes if hasattr(module, f"{p}attention_scaling")]
 
 
-def _plan(model: torch.nn.Module, embedding: Any) -> tuple[PatchedRotary, Any]:
-    """Returns what is to stand in a rotary embedding's place, if results are the same, and a float32 copy."""
+def _plan_patch(model: torch.nn.Module, embedding: Any) -> tuple[PatchedRotary, Any]:
+    """Returns the replacement of a rotary embedding, if results are the same, and a float32 copy of it."""
     functions = sorted(set(_functions_for(model, embedding)))
     if not functions:
-        expected = "one whose layers turn features by a function of cosines and sines"
+        expected = "one whose layers rotate features by a function of cosines and sines"
         raise fault(ArgumentError, "patch_rotary", "model", expected, type(model).__name__)
     trial = _in_float32(embedding)
     axes: dict[str, Tensor | None] = {}
     pairs: dict[str, str] = {}
-    for prefix in _prefixes(embedding):
+    for prefix in _find_prefixes(embedding):
         kind = getattr(embedding, "rope_type", None)
         kind = kind.get(prefix.removesuffix("_")) if isinstance(kind, dict) else kind
         if kind not in _FIXED:
@@ -200,14 +202,14 @@ def _plan(model: torch.nn.Module, embedding: Any) -> tuple[PatchedRotary, Any]:
         for function in functions:
             found = _try(trial, prefix, _resolve(function))
             if found is None or pairs.setdefault(function, found[0]) != found[0]:
-                expected = "one that turns pairs (f, f + D/2) or (2f, 2f + 1) of features"
+                expected = "one that rotates pairs (f, f + D/2) or (2f, 2f + 1) of features"
                 raise fault(ArgumentError, "patch_rotary", "model", expected, function)
             axes[prefix] = found[1]
     return PatchedRotary(embedding, axes, tuple(pairs.items())), trial
 
 
 def _functions_for(model: torch.nn.Module, embedding: Any) -> Iterator[str]:
-    """Yields functions of cosines and sines that modules beside a rotary embedding call, by file and name."""
+    """Yield the functions of cosines and sines that modules beside a rotary embedding call, by file and name."""
     for parent in model.modules():
         if all(child is not embedding for child in parent.children()):
             continue
@@ -232,14 +234,14 @@ def _takes_cosines(function: Any) -> bool:
 
 
 def _resolve(function: str) -> Callable[..., Any]:
-    """Returns a function as the model's file has it, without what is wrapped around it here."""
+    """Returns the original function of a model's file, without our wrapper."""
     file, name = function.split(":")
     found: Any = getattr(importlib.import_module(file), name)
     return getattr(found, "of_cosines", found)  # type: ignore[no-any-return]
 
 
 def _in_float32(embedding: Any) -> Any:
-    """Returns a copy on the CPU, with frequencies as they were before a cast rounded them."""
+    """Returns a copy on the CPU, with frequencies that no cast has rounded."""
     state = [*embedding.named_parameters(), *embedding.named_buffers()]
     if not all(name.endswith("inv_freq") for name, _ in state):
         expected = "of a rotary embedding that has frequencies alone"
@@ -260,11 +262,11 @@ def _in_float32(embedding: Any) -> Any:
 
 
 def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, Tensor | None] | None:
-    """Returns pairs and axes (A, F) with which `rotate` does what a model does, or None."""
+    """Returns pairs and axes (A, F) with which `rotate` has the results of a model, or None."""
     theta = getattr(embedding, f"{prefix}inv_freq")
     layer_type = {"layer_type": prefix.removesuffix("_")} if prefix else {}
     features = 2 * len(theta)
-    names, heads_axis = _parameters(apply)
+    names, heads_axis = _read_parameters(apply)
 
     def by_model(x: Tensor, position_ids: Tensor) -> list[Tensor]:
         cos, sin = type(embedding).forward(embedding, x, position_ids, **layer_type)
@@ -275,7 +277,7 @@ def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, T
 
     draw = torch.Generator().manual_seed(0)
     x = torch.rand(1, 2, 5, features + 4, generator=draw).add(0.5).movedim(1, heads_axis)
-    count, outs = _axes_of(by_model, x[..., :features])
+    count, outs = _find_axes(by_model, x[..., :features])
     if count is None:
         return None
     position_ids = torch.randint(0, 40, (max(count, 1), 1, 5), generator=draw)
@@ -284,18 +286,18 @@ def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, T
         if count:
             moved = [(out != outs[0])[0, 0, 0] for out in outs[1:]]
             axes = torch.stack([m[0::2] if pairs == "neighbours" else m[: features // 2] for m in moved]).float()
-        turn = Turn(
+        rotation = Rotation(
             theta, position_ids if count else position_ids[0], getattr(embedding, f"{prefix}attention_scaling"),
             axes, (),
         )  # fmt: skip
         close = []
         for width in (features, features + 4):
             try:
-                expected = by_model(x[..., :width], turn.position_ids)
-            except Exception:  # such a width is not for this model
+                expected = by_model(x[..., :width], rotation.position_ids)
+            except Exception:  # this model does not support such a width
                 close.append(width > features)
                 continue
-            found = rotate(x[..., :width], turn, pairs, heads_axis)
+            found = rotate(x[..., :width], rotation, pairs, heads_axis)
             same = [e.shape == found.shape and torch.allclose(e, found, rtol=1e-4, atol=1e-4) for e in expected]
             close.append(all(same))
         if all(close):
@@ -303,14 +305,14 @@ def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, T
     return None
 
 
-def _axes_of(by_model: Callable[..., list[Tensor]], x: Tensor) -> tuple[int | None, list[Tensor]]:
-    """Returns how many axes of positions a model has, 0 for one, and its ``x`` at 0 and far along each axis."""
+def _find_axes(by_model: Callable[..., list[Tensor]], x: Tensor) -> tuple[int | None, list[Tensor]]:
+    """Returns the number of axes of positions, 0 for one, and ``x`` rotated at 0 and far along each axis."""
     for count in (2, 3, 4):
         zero = torch.zeros(count, 1, 5, dtype=torch.long)
         far = 997 * torch.eye(count, dtype=torch.long)[:, :, None, None]
         try:
             return count, [by_model(x, zero + f)[0] for f in (0, *far)]
-        except Exception:  # not with so many
+        except Exception:  # another number of axes
             continue
     try:
         return 0, by_model(x, torch.arange(5)[None])
@@ -323,52 +325,52 @@ def _axes_of(by_model: Callable[..., list[Tensor]], x: Tensor) -> tuple[int | No
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns names of a function's parameters, and on which axis it expects heads."""
+def _read_parameters(function: Callable[..., Any]) -> tuple[list[str], int]:
+    """Returns the names of a function's parameters, and the axis of heads that it expects."""
     parameters = inspect.signature(function).parameters
     axis = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else 1
     return list(parameters), axis
 
 
 def _wrap(function: str) -> None:
-    """Let a function of cosines and sines take a `Turn` too."""
+    """Wrap a function of cosines and sines so that it accepts a `Rotation` too."""
     file, name = function.split(":")
     module = importlib.import_module(file)
     if hasattr(getattr(module, name), "of_cosines"):
         return
     of_cosines = getattr(module, name)
-    names, heads_axis = _parameters(of_cosines)
-    turned = names[: names.index("cos")]
+    names, heads_axis = _read_parameters(of_cosines)
+    rotated = names[: names.index("cos")]
 
     @functools.wraps(of_cosines)
     def apply(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(names, args)), **options}
-        turn = given.get("cos")
-        if not isinstance(turn, Turn):
+        rotation = given.get("cos")
+        if not isinstance(rotation, Rotation):
             return of_cosines(*args, **options)
-        pairs = dict(turn.pairs)[function]
+        pairs = dict(rotation.pairs)[function]
         axis = given.get("unsqueeze_dim", heads_axis)
-        out = [rotate(given[x], turn, pairs, axis) for x in turned if given.get(x) is not None]
+        out = [rotate(given[x], rotation, pairs, axis) for x in rotated if given.get(x) is not None]
         return tuple(out) if len(out) > 1 else out[0]
 
     apply.of_cosines = of_cosines  # type: ignore[attr-defined]
     setattr(module, name, apply)
 
 
-def rotate(x: Tensor, turn: Turn, pairs: str, heads_axis: int) -> Tensor:
-    """Returns tokens (B, H, N, D), or (B, N, H, D) with heads on axis 2, whose first 2·F features have turned."""
+def rotate(x: Tensor, rotation: Rotation, pairs: str, heads_axis: int) -> Tensor:
+    """Returns tokens (B, H, N, D), or (B, N, H, D) with heads on axis 2, with the first 2·F features rotated."""
     x = x.transpose(1, 2) if heads_axis == 1 else x
-    features = 2 * turn.theta.shape[0]
+    features = 2 * rotation.theta.shape[0]
     out = x[..., :features]
-    positions, thetas = [turn.position_ids], [turn.theta]
-    if turn.axes is not None:
-        positions, thetas = list(turn.position_ids), [turn.theta * axis for axis in turn.axes]
+    positions, thetas = [rotation.position_ids], [rotation.theta]
+    if rotation.axes is not None:
+        positions, thetas = list(rotation.position_ids), [rotation.theta * axis for axis in rotation.axes]
     for position_ids, theta in zip(positions, thetas):
         position_ids = position_ids.expand(x.shape[0], -1)
         out = lrpe_rotate(out, theta, position_ids=position_ids, interleaved=pairs != "halves")
     if pairs == "neighbours to halves":
         out = out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    out = out if turn.scaling == 1 else out * turn.scaling
+    out = out if rotation.scaling == 1 else out * rotation.scaling
     if x.shape[-1] > features:
         out = torch.cat((out, x[..., features:]), -1)
     return out.transpose(1, 2) if heads_axis == 1 else out
