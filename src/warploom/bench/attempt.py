@@ -1,4 +1,4 @@
-"""Failures as values: what one provider does must not cost the others their results."""
+"""Failures as values, so that a provider that fails does not cost the others their results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a provider has no result: a record's status and the reason."""
+    """The status of a record, and the reason, for a provider without a result."""
 
     status: str
     reason: str
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers nothing any more (an illegal access, say): whatever runs next would fail as well."""
+    """Raised when the device answers nothing any more, after an illegal access, say: all later calls would fail."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")

@@ -1,4 +1,4 @@
-"""Two sets of records side by side: for every case both have, the ratio of the times and how sure it is.
+"""Compares two sets of records: for every case that both have, the ratio of the times with its interval.
 
 Uncertainty. A record has the median of its repetitions and their 20th and 80th percentile. Whatever the
 distribution of a repetition, the true median lies between these two with a probability that counting gives: each
@@ -29,16 +29,16 @@ class Side:
 
     path: Path
     provider: str
-    """Empty for the one that stands for each operator."""
+    """A provider's name; empty for the one that stands for each operator."""
     records: tuple[Record, ...]
     devices: tuple[str, ...]
     stale: int
-    """How many of the records are of other code than the present. That is no obstacle here."""
+    """The number of records of other code than the present. They are compared all the same."""
     fixed_us: tuple[float, ...] = ()
-    """In every time of its runs, as each of them measured at its start."""
+    """The microseconds in every time of each of its runs, measured at the run's start."""
 
     def describe(self) -> str:
-        """One line for a person."""
+        """Returns one line of text."""
         words = [f"{self.path}", self.provider or "the library's own provider", *self.devices]
         if self.stale:
             words.append(f"{self.stale} of {len(self.records)} records from other code than the present")
@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def comparable(self) -> bool:
-        """Whether both sides have a time."""
+        """True if both sides have a time."""
         return bool(self.a.status == self.b.status == "ok" and self.a.ms and self.b.ms)
 
     @property
@@ -70,7 +70,7 @@ class Pair:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the ratio of the true medians lies; see the module's text."""
+        """The interval of the ratio of the true medians; see the module's text."""
         if not self.comparable:
             return math.nan, math.nan
         low = (self.b.ms_p20 or 0.0) / (self.a.ms_p80 or math.inf)
@@ -78,12 +78,12 @@ class Pair:
 
     @property
     def disturbed(self) -> str:
-        """What disturbed either measurement, if anything did."""
+        """The disturbance of either measurement, if there was one."""
         return self.a.disturbed or self.b.disturbed or ""
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out 1, and nothing disturbed the measurements."""
+        """True if the interval leaves out 1, and nothing disturbed the measurements."""
         low, high = self.interval
         return not self.disturbed and (low > 1 or high < 1)
 
@@ -100,7 +100,7 @@ class Pair:
         return "slower" if self.ratio > 1 else "faster"
 
     def worse_by(self, fraction: float) -> bool:
-        """Whether B is slower by more than a fraction and significantly so, or fails where A does not."""
+        """Returns True if B is slower by more than a fraction and significantly so, or fails where A does not."""
         if self.a.status == "ok" and self.b.status in ("incorrect", "error", "oom"):
             return True
         return self.significant and self.ratio > 1 + fraction
@@ -119,7 +119,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that two sides have in common."""
+    """The cases that two sides have in common."""
 
     a: Side
     b: Side
@@ -138,11 +138,11 @@ class Comparison:
         return [_mean(name, group) for name, group in groups.items()] + ([_mean("all", every)] if every else [])
 
     def slower(self, fraction: float) -> list[Pair]:
-        """The cases in which B is worse by more than a fraction; see `Pair.worse_by`."""
+        """Returns the cases in which B is worse by more than a fraction; see `Pair.worse_by`."""
         return [pair for pair in self.pairs if pair.worse_by(fraction)]
 
     def to_json(self) -> str:
-        """Everything as JSON; what there is no number for is null."""
+        """Returns everything as JSON, with null for numbers that there are not."""
         a, b = (
             {"path": str(side.path), "provider": side.provider, "devices": side.devices, "stale": side.stale}
             for side in (self.a, self.b)
@@ -244,7 +244,7 @@ def _mean(name: str, pairs: Sequence[Pair]) -> Mean:
 
 
 def case_words(pairs: Sequence[Pair]) -> list[str]:
-    """Each pair's case in words: the parameters in which the cases of its operator differ."""
+    """Returns each pair's case in words: the parameters in which the cases of its operator differ."""
     values: dict[str, dict[str, set[str]]] = {}
     for pair in pairs:
         for name, value in pair.case.items():

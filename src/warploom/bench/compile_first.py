@@ -1,4 +1,4 @@
-"""Kernels are compiled by several processes, ahead of the process that measures.
+"""Compiles kernels in several processes, ahead of the process that measures.
 
 Nearly every case of an operator's first run meets a kernel that has to be compiled, which takes longer than to
 check and to time it. What the processes here compile lies in the compilers' caches on disk, where the process that
@@ -35,7 +35,7 @@ from warploom.testing.workers import start_workers
 
 MOST_PROCESSES = 12
 LEAST_UNITS = 8
-"""Fewer units take less time than processes take to begin."""
+"""The least number of units for which processes are started: fewer take less time than the processes."""
 _SIZES = frozenset({"n", "m", "batch", "grid", "prefix"})
 """Parameters that mostly do not decide which kernel runs: cases that differ in these go to one process."""
 
@@ -57,10 +57,10 @@ class Ahead:
 
     def __init__(self, pending: Pending | None = None) -> None:
         self.pending: Pending = pending or {}
-        """What is being compiled for a unit, by what it is called."""
+        """Compilations that are under way, by the text of their unit."""
 
     def first(self, units: Sequence[Unit]) -> int:
-        """The place of the first unit of which nothing is being compiled any more; waits until there is one."""
+        """Returns the index of the first unit with no compilation under way; waits until there is one."""
         while True:
             left: set[Future[None]] = set()
             for place, unit in enumerate(units):
@@ -131,7 +131,7 @@ def _submit(
     kernels: Mapping[str, Sequence[_Work]],
     device: torch.device,
 ) -> Pending:
-    """Have kernels compiled, those of the limits too; what each unit waits for, by what it is called."""
+    """Submit kernels, those of the limits too. Returns the compilations of each unit, by its text."""
     limits: dict[tuple[int, int], Future[None]] = {}
     pending: dict[str, list[Future[None]]] = {str(unit): [] for unit, _ in units}
     for unit, _ in units:
@@ -151,7 +151,7 @@ def _submit(
 
 
 def _mix(unit: Unit) -> tuple[int, int] | None:
-    """How many streams the limit of a unit reads and writes, if it has such a one."""
+    """Returns the numbers of streams that the limit of a unit reads and writes, if it has such a limit."""
     if unit.bench.measure is None:
         with contextlib.suppress(Exception):  # whatever a bench of one's own may raise: it is said where it counts
             traffic = unit.bench.traffic(unit.case, unit.work)

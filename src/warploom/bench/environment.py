@@ -1,4 +1,4 @@
-"""Where a measurement was made: the GPU, its driver and clocks, the CPU, and the versions of what ran."""
+"""The environment of a measurement: the GPU, its driver and clocks, the CPU, and the versions of what ran."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NVIDIA_SMI = {
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Everything about this machine and installation that a measurement can depend on: JSON values by name.
+    """Returns what a measurement can depend on of this machine and installation: JSON values by name.
 
     A CPU has none of the GPU's fields; what a tool that is not there would have told is left out.
     """
@@ -65,13 +65,13 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def split(environment: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What lasts of an environment, and what is of one run: commit, GPU, clocks and temperature at its start."""
+    """Returns an environment's lasting fields, and those of a run: commit, GPU, clocks, temperature."""
     lasting = {name: value for name, value in environment.items() if name not in _PASSING}
     return lasting, {name: value for name, value in environment.items() if name in _PASSING}
 
 
 def environment_id(environment: Mapping[str, Any]) -> str:
-    """Short id of an environment, the same for every run on machines that are alike."""
+    """Returns a short id of an environment, the same for every run on machines that are alike."""
     return hashlib.sha256(json.dumps(split(environment)[0], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -100,7 +100,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def nvidia_smi(uuid: str, fields: str) -> list[str]:
-    """What nvidia-smi says of a GPU, by UUID: its indices are not CUDA's when only some devices are visible."""
+    """Returns nvidia-smi's fields of a GPU, by UUID: its indices are not CUDA's if some devices are hidden."""
     answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     return [value.strip() for value in (answer or "").split(",")]
 
@@ -120,7 +120,7 @@ def _version(package: str) -> str | None:
 
 
 def _checkout(folder: Path) -> dict[str, Any]:
-    """Commit of this package: the one that the user names, else its checkout's; nothing of an installed copy."""
+    """Returns the commit of this package: the one that the user names, else that of its checkout."""
     if said := os.environ.get(COMMIT):
         if not re.fullmatch("[0-9a-f]{40}", said):
             raise fault(ArgumentError, "bench", COMMIT, "a commit of 40 hexadecimal digits", repr(said))
@@ -135,7 +135,7 @@ def _checkout(folder: Path) -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> str | None:
-    """Standard output of a command; ``None`` when it is not there, fails, or hangs."""
+    """Returns the standard output of a command; ``None`` if it is not there, fails, or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""One case in one mode: every provider is checked, its memory measured, then it is timed beside the others."""
+"""Evaluates a case in a mode: checks every provider, measures its memory, and times it beside the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from warploom.testing.accuracy import Accuracy, as_tuple, compare
 from warploom.testing.conformance import SEED, find_leaves, make_inputs, upcast
 
 PRODUCT = "matrix product"
-"""Under which the large product is timed whose rate bounds arithmetic."""
+"""The name under which the large product is timed whose rate bounds arithmetic."""
 Function = Callable[..., Outputs]
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], object]
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Unit:
-    """What is measured together: all providers of one case in one mode."""
+    """All providers of one case in one mode, which are measured together."""
 
     bench: Bench
     suite: str
@@ -47,17 +47,17 @@ class Unit:
 
     @property
     def work(self) -> str:
-        """What is computed: ``fwd`` or ``bwd``, replayed from a graph or not."""
+        """The passes that are computed: ``fwd``, ``bwd`` or ``fwd_bwd``, replayed from a graph or not."""
         return self.mode.removesuffix(GRAPH)
 
     @property
     def replayed(self) -> bool:
-        """Whether what is timed is the replay of a captured graph."""
+        """True if replays of a captured graph are timed."""
         return self.mode.endswith(GRAPH)
 
     @property
     def is_brief(self) -> bool:
-        """Whether it belongs to the suite that a person waits for."""
+        """True if it belongs to the suite that a person waits for."""
         return self.suite == QUICK and bool(self.bench.quick)
 
     @property
@@ -121,16 +121,16 @@ def _buffers_kept() -> Any:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The inputs of a unit, and how a function is run on them."""
+    """The inputs of a unit. It runs functions on them."""
 
     inputs: Inputs
     grad_outputs: Tensors | None
-    """With a backward pass, one for each differentiable output of the reference."""
+    """Gradients for a backward pass, one for each differentiable output of the reference."""
     whole: bool = False
-    """Whether the forward pass belongs to the call where there is a backward pass."""
+    """True if the forward pass belongs to the call where there is a backward pass."""
 
     def start(self, function: Function) -> Call:
-        """The call to be timed: the function itself, the backward pass of a graph built here, or both passes."""
+        """Returns the call to be timed: the function, the backward pass of a graph built here, or both passes."""
         if self.grad_outputs is None:
             return functools.partial(function, **self.inputs)
         if self.whole:
@@ -145,13 +145,13 @@ class _Subject:
         return torch.autograd.grad(outputs, wanted, self.grad_outputs, materialize_grads=True)
 
     def run(self, function: Function) -> Tensors:
-        """Outputs of the function, or its gradients with respect to every leaf."""
+        """Returns outputs of the function, or its gradients with respect to every leaf."""
         result: Any = self.start(function)()
         return as_tuple(result)
 
 
 def _graph(function: Function, inputs: Inputs) -> tuple[Tensors, Tensors]:
-    """Differentiable outputs of a function, and the leaves among its inputs."""
+    """Returns the differentiable outputs of a function, and the leaves among its inputs."""
     wanted = tuple(find_leaves(inputs).values())
     if not wanted:
         raise Unsupported("no input of this case wants a gradient")
@@ -222,7 +222,7 @@ def _check(
 
 
 def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, Tensors]:
-    """The subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
+    """Returns the subject, and the reference's results on it in float64 and in the inputs' own dtypes."""
     reference = unit.bench.operator.reference
     if unit.work == "fwd":
         subject = _Subject(inputs, None)
@@ -238,7 +238,7 @@ def _reference_results(unit: Unit, inputs: Inputs) -> tuple[_Subject, Tensors, T
 
 
 def provider_call(unit: Unit, name: str, device: torch.device) -> Call:
-    """A provider's call on a unit's inputs as it is timed, unchecked: to profile, or to compile what it runs."""
+    """Returns a provider's call on a unit's inputs as it is timed, unchecked: to profile it, or to compile it."""
     unit = next(part for part in unit.parts if name in part.bench.providers)
     inputs = make_inputs(unit.bench.operator, unit.case, device)
     with torch.set_grad_enabled(unit.work != "fwd"), _buffers_kept():
@@ -275,7 +275,7 @@ def _time(
 
 
 def _slower(stream: Timing | Failure, product: Timing | Failure | None) -> Timing | Failure:
-    """The limit: the larger of the streaming time and the arithmetic's, both of the same rounds."""
+    """Returns the limit: the larger of the streaming time and the arithmetic's, both of the same rounds."""
     if product is None or isinstance(product, Failure):
         return product or stream
     if isinstance(stream, Failure):
@@ -304,7 +304,7 @@ def with_times(
 
 
 def judged(accuracy: Accuracy) -> dict[str, Any]:
-    """The fields of a record that say how accurate a provider is."""
+    """Returns the fields of a record for the accuracy of a provider."""
     # JSON has no infinity; where an error is infinite or NaN, the reason says so.
     error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))
     found = {"max_error": error, "error_budget": budget}

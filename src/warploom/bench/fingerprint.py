@@ -24,20 +24,20 @@ from warploom.ops.spec import Bench, Case, Inputs, Unsupported
 from warploom.runtime.backend import HAS_TRITON
 
 LIMIT = "limit"
-"""The provider's name under which the measured ceiling is recorded."""
+"""The name of the provider that is the measured limit."""
 _GPU = re.compile(r"sm_(\d+)/(\d+)")
 UNKNOWN = "unknown"
-"""Where launches cannot be planned: without Triton, or in its interpreter."""
+"""The fingerprint where launches cannot be planned: without Triton, or in its interpreter."""
 
 
 def gpu_of(environment: Mapping[str, Any]) -> str:
-    """What planning looks at of a GPU, as ``sm_90/132``: capability and multiprocessors; empty for a CPU."""
+    """Returns the properties of a GPU that plans depend on, as ``sm_90/132``; an empty text for a CPU."""
     capability = str(environment.get("compute_capability", "")).replace(".", "")
     return f"sm_{capability}/{environment['multiprocessors']}" if capability else ""
 
 
 def fingerprint(bench: Bench, case: Case, provider: str, mode: str, gpu: str) -> str:
-    """``sm_90/132/…`` of what a provider launches in a case and a mode, or its source if it is a user's own.
+    """Returns ``sm_90/132/…`` for what a provider launches in a case and mode, or its source if it is a user's own.
 
     It is empty for what is PyTorch's or another package's.
 
@@ -84,7 +84,7 @@ def _recorded(run: Callable[[], object], gpu: str) -> dict[tuple[Any, ...], Any]
 
 
 def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
-    """Fingerprint of what a function launches on CPU tensors, in the order of first launches.
+    """Returns the fingerprint of what a function launches on CPU tensors, in the order of first launches.
 
     Args:
         run: The function; None for the kernel that measures the limit.
@@ -114,7 +114,7 @@ def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
 
 
 def differs(measured: str, current: Callable[[], str]) -> bool:
-    """Whether what was measured is not what a case launches now; not, where that cannot be found out.
+    """Returns True if a case now launches other kernels than were measured; False if that cannot be found out.
 
     Args:
         measured: The fingerprint in a record.
@@ -127,7 +127,7 @@ def differs(measured: str, current: Callable[[], str]) -> bool:
 
 
 def _of_builder(builder: Any) -> str:
-    """Fingerprint of a provider from outside this package; empty for one that is part of it, or was typed in."""
+    """Returns the fingerprint of a provider from outside this package; empty for any other, or one typed in."""
     parts = (builder.func, *builder.args) if isinstance(builder, functools.partial) else (builder,)
     try:
         return " ".join(source_of(part) for part in parts if not part.__module__.startswith("warploom."))
@@ -136,7 +136,7 @@ def _of_builder(builder: Any) -> str:
 
 
 def _untouched(bench: Bench, case: Case) -> Inputs:
-    """The inputs of a case, whatever is in their memory: planning reads none of it."""
+    """Returns the inputs of a case with undefined values: planning reads none of them."""
 
     def allocated(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -151,7 +151,7 @@ def _untouched(bench: Bench, case: Case) -> Inputs:
 
 @functools.cache
 def _fake() -> Any:
-    """Tensors without memory, whose operators compute nothing."""
+    """Returns the mode of tensors without memory, whose operators compute nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes seconds
 
     return FakeTensorMode()
@@ -159,13 +159,13 @@ def _fake() -> Any:
 
 @functools.cache
 def source_of(function: Any) -> str:
-    """Digest of a function or class, most of all of a kernel, and of what of it is not PyTorch's or Triton's."""
+    """Returns the digest of a function or class, and of all that it uses but PyTorch, Triton and Python's own."""
     reached = [function]
     return _digest(*(_normalised(each, reached) for each in reached))
 
 
 def _normalised(function: Any, reached: list[Any]) -> str:
-    """Source without comments, docstrings and names of functions; adds those that it refers to to ``reached``."""
+    """Returns source without comments, docstrings and functions' names; adds what it refers to to ``reached``."""
     plain = getattr(function, "fn", function)
     known = sys.modules[plain.__module__].__dict__
     tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
@@ -184,7 +184,7 @@ def _normalised(function: Any, reached: list[Any]) -> str:
 
 
 def _meaning(name: str, value: Any, reached: list[Any]) -> str:
-    """What a global name stands for: a function by its place in ``reached``, a constant, or the name itself."""
+    """Returns the meaning of a global name: a function's place in ``reached``, a constant, or the name itself."""
     if hasattr(value, "fn") or inspect.isfunction(value) or inspect.isclass(value):
         package = getattr(value, "fn", value).__module__.partition(".")[0]
         others = {"triton", "torch"} | sys.stdlib_module_names

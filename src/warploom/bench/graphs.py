@@ -1,4 +1,4 @@
-"""Replays of captured CUDA graphs, as a provider is called: what is left of a call when the host does nothing."""
+"""Replays of captured CUDA graphs, called as a provider is: a call without the host's work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from warploom.ops.spec import Outputs
 
 GRAPH = "_graph"
-"""Ends the name of a mode in which a graph is replayed."""
+"""The ending of the name of a mode in which a graph is replayed."""
 
 Function = Callable[..., Outputs]
 _WARM_UPS = 2
 
 
 def replayed(function: Function) -> Function:
-    """A function that captures ``function`` when first called, and on every call replays the capture.
+    """Returns a function that captures ``function`` when first called, and on every call replays the capture.
 
     It must always be called with the same tensors; the outputs are the same ones every time, written anew.
     """

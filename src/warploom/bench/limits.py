@@ -1,4 +1,4 @@
-"""The measured ceiling of a case: the time this device needs to move the bytes, or to do the arithmetic."""
+"""The measured limit of a case: the time that this device needs to move the bytes, or to do the arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE = {"cuda": 8192, "cpu": 1024}
 
 
 def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
-    """A call that moves a case's bytes in its mix of reads and writes, to be timed like any provider.
+    """Returns a call that moves a case's bytes in its mix of reads and writes, to be timed like any provider.
 
     The clock picks the best of the streaming kernel's configurations.
 
@@ -51,7 +51,7 @@ def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
 
 
 def fixed_us(device: torch.device, clock: Clock) -> float:
-    """Microseconds of a call that moves next to nothing: every time of a run has them in it.
+    """Returns the microseconds of a call that moves next to nothing: every time of a run has them in it.
 
     Runs on GPUs of one kind were 1.7 apart, which is a fifth of what small cases take.
     """
@@ -61,7 +61,7 @@ def fixed_us(device: torch.device, clock: Clock) -> float:
 
 
 def product_call(device: torch.device) -> Call:
-    """A large matrix product, to be timed like any provider; `product_flops` are its operations.
+    """Returns a large matrix product, to be timed like any provider; `product_flops` are its operations.
 
     It is bfloat16 on a GPU; float32 on a CPU, many of which have no bfloat16 arithmetic.
     """
@@ -71,7 +71,7 @@ def product_call(device: torch.device) -> Call:
 
 
 def product_flops(device: torch.device) -> int:
-    """Floating-point operations of `product_call`: a multiplication and an addition for each term."""
+    """Returns the floating-point operations of `product_call`: a multiplication and an addition for each term."""
     return 2 * _SIZE[device.type] ** 3
 
 

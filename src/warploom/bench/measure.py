@@ -23,21 +23,21 @@ TARGET_MS = 25.0
 """Time to accumulate of the fastest call of a case, from which the number of rounds follows."""
 MIN_ROUNDS, MAX_ROUNDS = 15, 200
 CASE_MS = 20_000.0
-"""What all calls of a case may take together."""
+"""Milliseconds that all calls of a case may take together."""
 BRIEF_CASE_MS = 300.0
 """The same in the suite ``quick``, whose slow calls have fewer rounds."""
 HOST_SHARE = 1 / 100
 """The part of a case's time that each call may take to find its host time."""
 FLOOR_ROUNDS = 3
-"""Rounds at least of a call that is too slow for ``MIN_ROUNDS``."""
+"""The least rounds of a call that is too slow for ``MIN_ROUNDS``."""
 FLUSH_BYTES = 256 * 2**20
 SETTLE_S = 0.15
-"""A GPU that was idle, or computed a reference in float64, needs so long to find the clocks of what is timed."""
+"""Seconds that a GPU needs, after idling or computing in float64, to reach the clocks of what is timed."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a call takes, as the median and the spread of its repetitions."""
+    """The time of a call: the median and the spread of its repetitions."""
 
     ms: float
     ms_p20: float
@@ -49,12 +49,12 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], host_us: float | None = None, late: int = 0) -> Timing:
-        """From the milliseconds of every repetition."""
+        """Returns the timing of the milliseconds of every repetition."""
         low, middle, high = percentiles(samples)
         return cls(middle, low, high, host_us, len(samples), late)
 
     def scaled(self, factor: float) -> Timing:
-        """The time of so many times the work."""
+        """Returns the time of ``factor`` times the work."""
         return replace(self, ms=factor * self.ms, ms_p20=factor * self.ms_p20, ms_p80=factor * self.ms_p80)
 
 
@@ -63,11 +63,11 @@ class Sample(NamedTuple):
 
     ms: float
     ahead: bool = True
-    """Whether the host had queued the whole call before the device began with it."""
+    """True if the host had queued the whole call before the device began with it."""
 
 
 def wall_us(call: Call) -> float:
-    """Wall time from entering a call to its return."""
+    """Returns the wall time from entering a call to its return."""
     entered = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - entered) / 1e3
@@ -77,7 +77,7 @@ class Clock(Protocol):
     """Times calls on one kind of device."""
 
     def host_us(self, call: Call) -> float:
-        """Wall time from entering a call to its return, with nothing queued before it."""
+        """Returns the wall time from entering a call to its return, with nothing queued before it."""
 
     def sample(self, call: Call, host_us: float) -> Sample:
         """Time one call on the device, with a cold cache; queueing it takes ``host_us``."""
@@ -155,12 +155,12 @@ class CpuClock(Clock):
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock for a device."""
+    """Returns the clock for a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentile, interpolated."""
+    """Returns the 20th, 50th and 80th percentile, interpolated."""
     low, middle, high = torch.tensor(samples, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
@@ -197,7 +197,7 @@ def interleaved(
 def time_interleaved(
     calls: Mapping[str, Call | Failure], clock: Clock, case_ms: float | None = None
 ) -> dict[str, Timing | Failure]:
-    """A timing or the failure of each call, by provider, `interleaved`; what has failed before stays as it is.
+    """Returns a timing or the failure of each call, by provider, `interleaved`; earlier failures stay as they are.
 
     All have the same number of rounds, but those that are too slow for it: together they take ``case_ms``, or
     `CASE_MS`.
@@ -229,7 +229,7 @@ def time_interleaved(
 
 
 def _warm_up(call: Call, clock: Clock, most_us: float) -> tuple[float, float]:
-    """Get a call's first-time costs behind it; return its host time and an estimate of its device time."""
+    """Run a call for its first-time costs. Returns its host time and an estimate of its device time."""
     call()
     host: list[float] = []
     while len(host) < 3 or (len(host) < 20 and sum(host) < most_us):
@@ -239,7 +239,7 @@ def _warm_up(call: Call, clock: Clock, most_us: float) -> tuple[float, float]:
 
 
 def _rounds(estimate_ms: Mapping[str, float], case_ms: float) -> dict[str, int]:
-    """Rounds for each call: as many for all as the fastest needs and the time allows, fewer for the slowest."""
+    """Returns rounds for each call: as many as the fastest needs and the time allows, fewer for the slowest."""
     share_ms = case_ms / max(len(estimate_ms), 1)  # what one call may take
     quick = {name: ms for name, ms in estimate_ms.items() if ms * MIN_ROUNDS <= share_ms}
     wanted = math.ceil(TARGET_MS / max(min(quick.values(), default=1.0), 1e-3))
@@ -251,7 +251,7 @@ def _rounds(estimate_ms: Mapping[str, float], case_ms: float) -> dict[str, int]:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes that tensors hold on a GPU; 0 on a CPU, where they are not counted."""
+    """Returns the bytes that tensors hold on a GPU; 0 on a CPU, where they are not counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -264,7 +264,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most bytes allocated at once while a call runs, the call's and all others; ``None`` on a CPU."""
+    """Returns the most bytes allocated at once while a call runs, the call's and all others; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
     release_memory(device)

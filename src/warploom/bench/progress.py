@@ -1,4 +1,4 @@
-"""How a run tells its user where it is: a bar on a terminal, one plain line per case anywhere else."""
+"""The progress of a run: finished cases above a bar on a terminal, one plain line per case anywhere else."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ BESIDE = 12 + 2 * 4 + 1 + 8 + 4
 
 
 class Progress:
-    """Is told of every unit of a run, in order."""
+    """The display of a run's progress."""
 
     def __init__(self, bar: progress.Progress, total: int, stream: TextIO) -> None:
         self.bar, self.stream = bar, stream
         self.task = bar.add_task("", total=total)
 
     def begin(self, label: str) -> None:
-        """A unit is about to be measured."""
+        """Show the unit that is about to be measured."""
         self.bar.update(self.task, description=shorten(label, self.bar.console.width - BESIDE))
 
     def end(self, label: str, records: Sequence[Record]) -> None:
-        """A unit is finished; without records, because there was nothing to do."""
+        """Show a finished unit; one without records had nothing to do."""
         self.bar.advance(self.task)
         if not records:
             return

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one `Record` per (case, provider, mode), a line of JSON each.
+"""Records of runs: one `Record` per (case, provider, mode), a line of JSON each.
 
 Records are only ever appended. A later record with the same key replaces an earlier one when they are read,
 so a run that is resumed or repeated needs to rewrite nothing, and a killed run loses at most its last line.
@@ -28,17 +28,17 @@ Key = tuple[str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """One provider's result on one case in one mode. ``None`` stands for what was not measured."""
+    """A provider's result on one case in one mode. ``None`` stands for a figure that was not measured."""
 
     operator: str
-    """The bench's name with underscores."""
+    """Name of the bench, with underscores."""
     suite: str
     case: dict[str, Any]
     provider: str
     mode: str
     """``fwd``, ``bwd``, ``fwd_bwd``, ``train``, or ``fwd_graph`` for the forward replayed from a CUDA graph."""
     fingerprint: str
-    """Of the kernels that the provider launches; see `warploom.bench.fingerprint`."""
+    """Fingerprint of the kernels that the provider launches; see `warploom.bench.fingerprint`."""
     environment: str
     """Id into ``environment.json``."""
     run: str = ""
@@ -46,7 +46,7 @@ class Record:
     status: str = "ok"
     """``ok``, ``incorrect``, ``oom``, ``unsupported`` or ``error``."""
     reason: str | None = None
-    """Why the status is not ``ok``, in one line."""
+    """The reason for a status other than ``ok``, in one line."""
     ms: float | None = None
     """Median time on the device."""
     ms_p20: float | None = None
@@ -64,28 +64,28 @@ class Record:
     max_error: float | None = None
     """Largest absolute error against float64."""
     error_budget: float | None = None
-    """What ``max_error`` may be."""
+    """The most that ``max_error`` may be."""
     host_us: float | None = None
     """Median wall time from entering the call to its return."""
     disturbed: str | None = None
-    """What happened to the GPU while the case was timed that makes the time doubtful, in one line."""
+    """The event on the GPU during the timing that makes the time doubtful, in one line."""
     rounds: int | None = None
     """Timed repetitions."""
     late: int | None = None
     """Repetitions for which the host was not ahead of the device: their times have the host's gaps in them."""
     details: dict[str, Any] | None = None
-    """What else was measured, of steps of models: ``phases`` (mean_ms, std_ms), ``tokens_per_s``, ``parameters``,
+    """Further figures of steps of models: ``phases`` (mean_ms, std_ms), ``tokens_per_s``, ``parameters``,
     ``held_memory_mib`` between forward and backward."""
 
     @property
     def key(self) -> Key:
-        """What makes two records the same measurement."""
+        """The fields that two records of the same measurement share."""
         case = json.dumps(self.case, sort_keys=True)
         return self.operator, self.suite, case, self.provider, self.mode
 
 
 def own_provider(records: Iterable[Record], named: str = "") -> str:
-    """What stands for an operator in its records: `Bench.own`, ``warploom`` where it can run, else ``torch``."""
+    """Returns the provider that stands for an operator: `Bench.own`, ``warploom`` if it can run, else ``torch``."""
     ran = any(record.provider == KERNELS and record.status != "unsupported" for record in records)
     return named or (KERNELS if ran else "torch")
 
@@ -165,7 +165,7 @@ def save_environment(folder: Path, identifier: str, environment: Mapping[str, An
 
 
 def load_environments(path: Path) -> dict[str, dict[str, Any]]:
-    """Environments by id, of a folder of records or of the folder that a records file is in.
+    """Returns environments by id, of a folder of records or of the folder that a records file is in.
 
     Raises:
         WarploomError: The file holds something else.
@@ -184,13 +184,13 @@ def load_environments(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_clean(record: Record, environments: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a record's run is among those of its environment, and was of a commit without changes."""
+    """Returns True if a record's run is known in its environment, and was of a commit without changes."""
     run = environments.get(record.environment, {}).get("runs", {}).get(record.run, {})
     return "commit" in run and not run.get("dirty")
 
 
 def is_stale(record: Record) -> bool:
-    """Whether the kernels that were measured are others now; not, where that cannot be found out."""
+    """Returns True if the kernels that were measured are others now; False if that cannot be found out."""
     bench = next((bench for bench in benches().values() if bench.record_name == record.operator), None)
     if bench is None or bench.x not in record.case:
         return True

@@ -1,4 +1,4 @@
-"""A run: which cases, in what order, what is already there, and when to stop."""
+"""Runs benches: chooses cases, leaves out those that are there already, measures and records the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Prepare = Callable[[Sequence[tuple[Unit, Sequence[str]]], float | None], Abstrac
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of the benches to run; ``None`` and empty stand for all of it."""
+    """The part of the benches to run; ``None`` and empty stand for all of it."""
 
     suite: str = "quick"
     modes: Sequence[str] | None = None
@@ -51,25 +51,25 @@ class Selection:
 
 @dataclass
 class Outcome:
-    """What a run leaves."""
+    """The outcome of a run."""
 
     records: list[Record] = field(default_factory=list)
     """The selection's records, earlier ones that needed no repetition included."""
     left: list[str] = field(default_factory=list)
-    """What was not reached."""
+    """Units that were not reached."""
     reason: str = ""
-    """Why the run stopped before its end."""
+    """The reason for which the run stopped before its end."""
     device_lost: bool = False
 
     def failed(self, benches: Sequence[Bench], device_type: str) -> bool:
-        """Whether a provider that stands for its operator was wrong or failed; what others do is no failure."""
+        """Returns True if a provider that stands for its operator was wrong or failed."""
         default = KERNELS if device_type == "cuda" else "torch"
         own = {bench.record_name: bench.own or default for bench in benches}
         return any(r.provider == own.get(r.operator) and r.status in ("incorrect", "error") for r in self.records)
 
 
 def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> list[Unit]:
-    """The cases and modes that a selection means.
+    """Returns the cases and modes that a selection means.
 
     Raises:
         ArgumentError: A part of the selection fits nothing: a misspelt name, most likely.
@@ -107,12 +107,12 @@ def plan(benches: Sequence[Bench], selection: Selection, device_type: str) -> li
 
 
 def _modes(bench: Bench, device_type: str) -> list[str]:
-    """The modes of a bench that may be asked for: its own, and on a GPU the forward from a graph."""
+    """Returns the modes of a bench that may be asked for: its own, and on a GPU the forward from a graph."""
     return [*bench.modes, *([f"fwd{GRAPH}"] if "fwd" in bench.modes and device_type == "cuda" else [])]
 
 
 def _cases(bench: Bench, selection: Selection, device_type: str) -> list[Case]:
-    """The cases of a suite, which may be a user's: JSON values by name; each once in every dtype asked for."""
+    """Returns the cases of a suite, which may be a user's: JSON values by name, once in every dtype asked for."""
     try:
         cases = list(bench.suites[selection.suite](device_type))
         json.dumps([dict(case) for case in cases], allow_nan=False)
@@ -135,7 +135,7 @@ def _check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None
 
 
 def _as_json(value: Any) -> Any:
-    """A case's value as it comes back from a file or the command line: a tuple is a list there."""
+    """Returns a case's value as it comes back from a file or the command line: a tuple is a list there."""
     return json.loads(json.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""Whether a GPU was itself while it was timed: clocks, temperature and slowdowns, sampled between repetitions.
+"""Disturbances of a GPU while it is timed: clocks, temperature and slowdowns, sampled between repetitions.
 
 They come from NVML (the package ``nvidia-ml-py``), or from ``nvidia-smi``, which is slower and asked less often.
 """
@@ -26,16 +26,16 @@ SLOWDOWNS = {
 }
 """NVML's reasons for lower clocks that make a time doubtful."""
 POWER_CAP = 0x04
-"""Its reason for lower clocks under heavy arithmetic. That is how the chip works, and part of the result."""
+"""NVML's reason for lower clocks under heavy arithmetic. That is how the chip works, and part of the result."""
 BUSY = 10
-"""Percent of a GPU's time or memory from which somebody else uses it."""
+"""The percentage of a GPU's time or memory from which it counts as used by somebody else."""
 CLOCK_RANGE = 1.1
-"""How far apart the lowest and the highest clock of a case may be."""
+"""The largest ratio of the highest to the lowest clock of an undisturbed case."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the sensors say at one moment."""
+    """A reading of the sensors."""
 
     sm_mhz: int
     celsius: int
@@ -50,7 +50,7 @@ class Reader:
     read: Callable[[], Sample | None]
     """Returns None when they do not answer."""
     every_s: float
-    """How long to wait between two readings, so that reading disturbs nothing itself."""
+    """Seconds between two readings, so that reading disturbs nothing itself."""
 
 
 class WatchedClock:
@@ -87,7 +87,7 @@ class WatchedClock:
         self.counts = False
 
     def disturbance(self) -> str | None:
-        """What happened since `begin` that makes its times doubtful, if anything did."""
+        """Returns the events since `begin` that make its times doubtful, if there were any."""
         bits = 0
         for seen in self.samples:
             bits |= seen.reasons
@@ -117,7 +117,7 @@ def others_here(device: torch.device) -> str:
 
 
 def make_reader(device: torch.device) -> Reader | None:
-    """A reader of a device's sensors; None for a CPU, or where there is nothing to ask."""
+    """Returns a reader of a device's sensors; None for a CPU, or where there are none."""
     if device.type != "cuda":
         return None
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

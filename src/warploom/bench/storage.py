@@ -26,7 +26,7 @@ from warploom.errors import WarploomError
 
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
-"""A lock is held for milliseconds. One that is not free after this time is left by a file system without locks."""
+"""Seconds to wait for a lock, which is held for milliseconds: a file system without locks leaves one behind."""
 PROBE_BYTES = 16 * 1024
 _LONGEST_REASON = 200
 
@@ -104,7 +104,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _write_new(folder: Path, content: bytes) -> Path:
-    """A new file under a name that no other process takes, on the disk; none if it cannot be written whole."""
+    """Write a new file under a name that no other process takes, and flush it; leave none that is not whole."""
     path = folder / f".{uuid.uuid4().hex}.tmp"
     try:
         with path.open("xb") as file:
@@ -157,7 +157,7 @@ def load_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
 
 
 def _from_json(text: str) -> Any:
-    """A JSON value in which every number is finite, and every text can be written as UTF-8."""
+    """Returns a JSON value in which every number is finite, and every text can be written as UTF-8."""
     value = json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_whole)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair cannot
@@ -194,7 +194,7 @@ def typed(kind: type, fields: object) -> dict[str, Any]:
 
 @cache
 def _types(kind: type) -> dict[str, tuple[type, ...]]:
-    """The types that JSON values of a dataclass's fields may have."""
+    """Returns the types that JSON values of a dataclass's fields may have."""
     known: dict[str, tuple[type, ...]] = {}
     for name, hint in typing.get_type_hints(kind).items():
         parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

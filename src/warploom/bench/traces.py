@@ -25,7 +25,7 @@ from warploom.errors import ArgumentError, BackendError, DeviceError
 from warploom.ops.spec import Bench, Unsupported
 
 OTHER = "other"
-"""The part that is everything of a phase outside of the ranges in it."""
+"""The part for time of a phase that is in no range."""
 _WARM_UPS = 3
 _TRACED = 5
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -38,7 +38,7 @@ _log = logging.getLogger("warploom")
 
 @dataclass(frozen=True)
 class Trace:
-    """Where the time and memory of a provider's call went, each the mean of some calls."""
+    """The time and memory of a provider's call by kernel and part: means of some calls."""
 
     provider: str
     path: Path
@@ -52,7 +52,7 @@ class Trace:
 
 
 def one_unit(benches: Sequence[Bench], selection: Selection, device: torch.device) -> Unit:
-    """The one case and mode that a selection means.
+    """Returns the one case and mode that a selection means.
 
     Raises:
         ArgumentError: It means none, or several.
@@ -237,7 +237,7 @@ def ncu(unit: Unit, providers: Sequence[str], words: Sequence[str], output: Path
 
 
 def _ready(unit: Unit, providers: Sequence[str], device: torch.device) -> list[tuple[str, Call]]:
-    """Each provider's call, warmed up."""
+    """Returns each provider's call, warmed up."""
     ready = []
     for name in providers:
         call = attempt(name, partial(_warm, unit, name, device))
