@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from warploom.distributed.attention import context_parallel_attention
 from warploom.distributed.layout import Layout, check_layout
 from warploom.distributed.linear_attention import context_parallel_linear_attention
-from warploom.distributed.parts import LAYOUT
+from warploom.distributed.linear_attention.segments import LAYOUT
 from warploom.distributed.ranks import group_of
 from warploom.errors import ArgumentError, DtypeError, fault
 from warploom.nn import Attention, LinearAttention, SwiGLU, TransformerLM
