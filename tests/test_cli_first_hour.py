@@ -120,6 +120,12 @@ def test_values_are_shown_as_case_takes_them(capsys: pytest.CaptureFixture[str])
         assert {repr(unit.case["window"]) for unit in units} == {repr(window)}
 
 
+def test_a_folder_of_specs_is_all_of_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(said(f"list --json --spec {shlex.quote(str(ROOT / 'benchmarks'))}", capsys))["benches"]
+    assert set(every) == {"transformer", "llama", "context-parallel"}
+    assert benches()["transformer"].command.endswith("benchmarks/transformer.py transformer")
+
+
 def test_texts_that_look_like_json_stay_texts() -> None:
     assert [records.as_option(v) for v in ("silu", "1", 1, None, (1023, None), True, 0.5)] == [
         "silu", '"1"', "1", "null", "[1023,null]", "true", "0.5"
