@@ -51,11 +51,9 @@ class Agreed(NamedTuple):
 class Message(NamedTuple):
     """A rank's message about a call, with the length of its part."""
 
-    lost: int
-    """How many errors this rank has raised in calls whose group it did not know."""
+    lost: int  # how many errors this rank has raised in calls whose group it did not know
     length: int
-    name: str
-    """Of the function, or of the error that the rank refuses the call with."""
+    name: str  # of the function, or of the error that the rank refuses the call with
     text: str
 
 

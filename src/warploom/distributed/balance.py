@@ -30,16 +30,16 @@ class Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Count the tokens."""
         return self.inner - self.low + self.high - self.outer
 
     @property
     def work(self) -> float:
-        """Pairs of a token and an earlier one."""
+        """Count the pairs of a token and an earlier one."""
         return (self.inner**2 - self.low**2 + self.high**2 - self.outer**2) / 2
 
     def cut(self, tokens: int, work: float) -> tuple[Piece, Piece]:
-        """So many tokens at both ends, with about so much work, and the rest."""
+        """Cut off so many tokens at both ends, with about so much work; returns them and the rest."""
         fewest, most = 0, tokens  # at the beginning
         if self.inner < self.outer:
             fewest, most = max(0, tokens - (self.high - self.outer)), min(tokens, self.inner - self.low)
@@ -66,7 +66,7 @@ class Groups(NamedTuple):
 
 
 def balance(lengths: list[int], world: int) -> list[list[Piece]]:
-    """The pieces of every rank, none of which has more than one token more than another, but where cuts are even.
+    """Returns the pieces of every rank: as many tokens each, within one, but where cuts are even.
 
     Args:
         lengths: Of the sequences. One is cut evenly for all ranks, and so are few that give no balance.

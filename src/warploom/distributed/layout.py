@@ -27,36 +27,32 @@ LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 @dataclass(frozen=True)
 class Chunks:
-    """How sequences are cut, ``S`` of them into ``C`` chunks each: int64 on the host."""
+    """``S`` sequences cut into ``C`` chunks each: int64 on the host."""
 
-    starts: Tensor
-    """(S, 1), of the sequences."""
-    ends: Tensor
-    """(S, 1)"""
-    first: Tensor
-    """(S, C), of a chunk's tokens."""
-    last: Tensor
-    """(S, C), behind them."""
+    starts: Tensor  # (S, 1), of the sequences
+    ends: Tensor  # (S, 1)
+    first: Tensor  # (S, C), of a chunk's tokens
+    last: Tensor  # (S, C), behind them
     world: int
 
     def owned(self, rank: int) -> list[int]:
-        """The chunks of a rank, in the order of its part; the third are sequences that it has whole."""
+        """Returns the chunks of a rank, in the order of its part; the third are sequences that it has whole."""
         return [rank, 2 * self.world - 1 - rank, 2 * self.world + rank][: self.first.shape[1] // self.world]
 
     def rows(self, rank: int) -> Tensor:
-        """The tokens of a rank's part, (n,), in its order."""
+        """Returns the tokens of a rank's part, (n,), in its order."""
         own = self.owned(rank)
         return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Of the ranks' parts."""
+        """Returns the lengths of the ranks' parts."""
         sizes = (self.last - self.first).sum(0)
         return [int(sizes[self.owned(rank)].sum()) for rank in range(self.world)]
 
 
 def expanded(first: Tensor, last: Tensor) -> Tensor:
-    """All integers of ranges, one range after the other."""
+    """Returns all integers of ranges, one range after the other."""
     sizes = (last - first).clamp(min=0)
     before = sizes.cumsum(0) - sizes
     return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)
@@ -64,7 +60,7 @@ def expanded(first: Tensor, last: Tensor) -> Tensor:
 
 @remembered(64)
 def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
-    """How packed sequences are cut for so many ranks."""
+    """Cut packed sequences for so many ranks."""
     cut = torch.tensor(bounds)
     starts, ends = cut[:-1, None], cut[1:, None]
     if layout == "contiguous":
@@ -93,12 +89,12 @@ def check_layout(function: str, layout: object) -> None:
 
 @remembered(8)
 def rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
-    """The tokens of a rank's part, (n,), in its order."""
+    """Returns the tokens of a rank's part, (n,), in its order."""
     return chunks_of(bounds, world, layout).rows(rank).to(device)
 
 
 def places(chunks: Chunks) -> Tensor:
-    """For each token its row among the parts of all ranks, (N,), each filled up to the longest."""
+    """Returns for each token its row among the parts of all ranks, (N,), each filled up to the longest."""
     longest = max(chunks.lengths)
     found = torch.empty(int(chunks.ends[-1]), dtype=torch.int64)
     for rank in range(chunks.world):

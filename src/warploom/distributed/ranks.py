@@ -26,7 +26,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A dense tensor as bytes (·,), which every backend can send."""
+    """Returns a dense tensor as bytes (·,), which every backend can send."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -54,7 +54,7 @@ def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def group_of(function: str, mesh: object) -> Any:
-    """The process group of a mesh of one dimension that this rank is in.
+    """Returns the process group of a mesh of one dimension that this rank is in.
 
     Raises:
         DtypeError: It is no mesh.
@@ -80,7 +80,7 @@ def _known(mesh: DeviceMesh) -> Any:
 
 
 def group_named(name: str) -> Any:
-    """The group of this name that `group_of` has returned: operators of PyTorch know groups by name."""
+    """Returns the group of this name that `group_of` returned: operators of PyTorch know groups by name."""
     if name not in _groups:  # every call so far was compiled
         known: Any = dist.distributed_c10d
         _groups[name] = known._resolve_process_group(name)
@@ -88,7 +88,7 @@ def group_named(name: str) -> Any:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device: of GPUs the current one, as in `torch.distributed`."""
+    """Returns this rank's device: of GPUs the current one, as in `torch.distributed`."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
@@ -133,7 +133,7 @@ def check_packed(function: str, cu_seqlens: object) -> None:
 
 
 def bounds_of(cu_seqlens: Tensor) -> Bounds:
-    """The bounds of packed sequences, read from the device once for each tensor."""
+    """Returns the bounds of packed sequences, read from the device once for each tensor."""
     if cu_seqlens.is_inference():  # which does not say whether it has been changed
         return tuple(cu_seqlens.tolist())
     known = _bounds.get(cu_seqlens)

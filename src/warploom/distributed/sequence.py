@@ -36,12 +36,12 @@ Tensor = torch.Tensor
 
 @remembered(8)
 def _places_on(bounds: Bounds, world: int, layout: str, device: torch.device) -> Tensor:
-    """For each token its row among the parts of all ranks, each filled up to the longest."""
+    """Returns `places` on a device."""
     return places(chunks_of(bounds, world, layout)).to(device)
 
 
 def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
-    """The bounds of a whole of a length that is known."""
+    """Returns the bounds of a whole of a length that is known."""
     if cu_seqlens is not None:
         check_packed(function, cu_seqlens)
     return close_bounds(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length, tail=True)
@@ -65,7 +65,7 @@ def _checked_dim(function: str, x: object, dim: int) -> int:
 def shard_sequence(
     x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """This rank's part of a sequence that every rank has whole.
+    """Cut out this rank's part of a sequence that every rank has whole.
 
     Nothing is sent, but every rank is to call this, as ranks remember how long parts are. In the backward the
     gradient is this rank's own part, zero elsewhere.
@@ -110,7 +110,7 @@ def shard_sequence(
 def unshard_sequence(
     x: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The whole sequence on every rank, from the ranks' parts: the inverse of `shard_sequence`.
+    """Put the whole sequence together on every rank, from the ranks' parts: the inverse of `shard_sequence`.
 
     In the backward every rank takes its own part of its gradient: what follows is taken to be the same computation
     on all of them.
@@ -162,7 +162,7 @@ def unshard_sequence(
 
 
 class _Whole(torch.autograd.Function):
-    """Parts (n, …) to the whole (N, …)."""
+    """Gathers parts (n, …) into the whole (N, …)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, bounds: Bounds, layout: str) -> Tensor:
@@ -178,7 +178,7 @@ class _Whole(torch.autograd.Function):
 
 
 def padded(x: Tensor, rows: int) -> Tensor:
-    """``x`` (n, …), dense, filled up to so many rows."""
+    """Returns ``x`` (n, …), dense, filled up to so many rows."""
     if x.shape[0] == rows:
         return x.contiguous()
     filled = x.new_zeros((rows, *x.shape[1:]))
@@ -189,7 +189,7 @@ def padded(x: Tensor, rows: int) -> Tensor:
 def local_position_ids(
     length: int, mesh: DeviceMesh, *, layout: Layout = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Where the tokens of this rank's part stand, for the ``position_ids`` of LRPE and RoPE.
+    """Returns where the tokens of this rank's part stand, for the ``position_ids`` of LRPE and RoPE.
 
     Args:
         length: ``N``, tokens of the whole sequence.

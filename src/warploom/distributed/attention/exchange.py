@@ -18,12 +18,9 @@ class PendingKeys(NamedTuple):
     """Keys and values on their way to this rank."""
 
     plan: Plan
-    sent: list[Tensor]
-    """Kept, as their memory is not to be used again before they are sent."""
-    rows: list[Tensor]
-    """All rows of each tensor that this rank sees."""
-    works: list[list[Any]]
-    """The messages of each step."""
+    sent: list[Tensor]  # kept, as their memory is not to be used again before they are sent
+    rows: list[Tensor]  # all rows of each tensor that this rank sees
+    works: list[list[Any]]  # the messages of each step
 
     def wait(self, number: int) -> None:
         """Let the current stream wait for the rows of a step.

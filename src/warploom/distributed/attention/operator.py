@@ -40,10 +40,8 @@ class AgreedCall(NamedTuple):
 
     group: Any
     plan: Plan
-    layout_bounds: Bounds
-    """Of the sequences, the tokens behind them as one more."""
-    tail: Tensor | None
-    """Which tokens of this rank's part are behind the last packed sequence (n,), if any are."""
+    layout_bounds: Bounds  # of the sequences, the tokens behind them as one more
+    tail: Tensor | None  # which tokens of this rank's part are behind the last packed sequence (n,), if any are
 
     @classmethod
     def of(cls, bounds: Bounds, tensors: Tensors, options: ContextAttentionOptions) -> AgreedCall:

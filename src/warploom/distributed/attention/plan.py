@@ -23,13 +23,11 @@ class ChunkCall(NamedTuple):
     """A plain call of attention: queries of a rank's part on keys of chunks, both without gaps."""
 
     queries: slice
-    keys: slice
-    """Among all that this rank sees."""
+    keys: slice  # among all that this rank sees
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     left: int | None
-    right: int | None
-    """The window, counted from the last key."""
+    right: int | None  # the window, counted from the last key
 
 
 Slices = tuple[tuple[slice, ...], ...]
@@ -40,18 +38,13 @@ class Step(NamedTuple):
     """A rank's work for one of its chunks of all sequences, and for the chunks that the others compute then."""
 
     calls: tuple[ChunkCall, ...]
-    send: Slices
-    """Rows of this rank's part that the ranks' chunks see, and no chunk of theirs before."""
-    recv: Slices
-    """Where such rows of the ranks go among all that this rank sees."""
+    send: Slices  # rows of this rank's part that the ranks' chunks see, and no chunk of theirs before
+    recv: Slices  # where such rows of the ranks go among all that this rank sees
     copies: tuple[tuple[slice, slice], ...]
     """From where and to where rows go besides, when they are there: both chunks of a sequence see them."""
-    rows: slice
-    """Which of the gradients of keys, of one call after the other, are of this chunk's keys."""
-    grad_send: Slices
-    """Among these, the gradients of each rank's tokens."""
-    grad_recv: Slices
-    """Where such gradients from the ranks go among all that this rank receives."""
+    rows: slice  # which of the gradients of keys, of one call after the other, are of this chunk's keys
+    grad_send: Slices  # among these, the gradients of each rank's tokens
+    grad_recv: Slices  # where such gradients from the ranks go among all that this rank receives
 
 
 class Plan(NamedTuple):
@@ -60,18 +53,13 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     single_call: bool
     """Whether ranks have whole sequences. Then a rank's calls are of all that it has, after the last step."""
-    whole: int
-    """Rows of them: the last ones of this rank's part, and of all that it sees."""
-    shared: int
-    """The other rows of its part."""
-    seen: int
-    """Rows of keys that this rank sees."""
-    grad_rows: int
-    """Rows of gradients that it receives."""
+    whole: int  # rows of them: the last ones of this rank's part, and of all that it sees
+    shared: int  # the other rows of its part
+    seen: int  # rows of keys that this rank sees
+    grad_rows: int  # rows of gradients that it receives
     order: Tensor
     """For each shared row the gradients received for it, row after row, in the order of steps and ranks."""
-    ends: Tensor
-    """(shared + 1,), where each row's begin in ``order``; int32 on the device, as ``order``."""
+    ends: Tensor  # (shared + 1,), where each row's begin in ``order``; int32 on the device, as ``order``
 
 
 @remembered(8)  # one holds a few numbers for each token, on the device
@@ -214,14 +202,11 @@ def _find_keys(chunks: Chunks, left: int | None, right: int | None) -> tuple[Ten
 class _Transfer(NamedTuple):
     """The rows of one step, on the host, by rank and then by token."""
 
-    send: Tensor
-    """Rows of this rank's part."""
+    send: Tensor  # rows of this rank's part
     send_counts: list[int]
-    recv: Tensor
-    """Tokens that this rank sees."""
+    recv: Tensor  # tokens that this rank sees
     recv_counts: list[int]
-    place: Tensor
-    """Their numbers among the keys of the chunk."""
+    place: Tensor  # their numbers among the keys of the chunk
 
 
 def _make_transfer(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Transfer:
@@ -251,14 +236,10 @@ def _make_transfer(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Tr
 class _Ranges(NamedTuple):
     """The queries and keys of a chunk in each sequence, (S,) each."""
 
-    queries: Tensor
-    """Their number."""
-    first: Tensor
-    """The place of the first key."""
-    keys: Tensor
-    """The number of keys that they see."""
-    beyond: Tensor
-    """The number of them behind the last query."""
+    queries: Tensor  # their number
+    first: Tensor  # the place of the first key
+    keys: Tensor  # the number of keys that they see
+    beyond: Tensor  # the number of them behind the last query
 
 
 def _make_calls(

@@ -39,12 +39,10 @@ class ContextLinearOptions(NamedTuple):
 class ContextLinearCall(NamedTuple):
     """A call that the ranks have agreed on, as this rank computes it."""
 
-    inputs: LinearInputs
-    """This rank's parts, and what all ranks have."""
+    inputs: LinearInputs  # this rank's parts, and what all ranks have
     offset: int
     options: ContextLinearOptions
-    bounds: Bounds
-    """Of the sequences in the whole."""
+    bounds: Bounds  # of the sequences in the whole
     part: Part
     group: Any
     plans: Plans

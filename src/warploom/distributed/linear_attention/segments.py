@@ -19,15 +19,11 @@ class Segment(NamedTuple):
     """Tokens of a part for one plain call."""
 
     tokens: slice
-    start: int
-    """How far into its sequence the first token is."""
-    sequences: Tensor
-    """Numbers of the sequences, int64."""
+    start: int  # how far into its sequence the first token is
+    sequences: Tensor  # numbers of the sequences, int64
     cu_seqlens: Tensor | None
-    continued: bool
-    """Whether its one sequence began on an earlier rank."""
-    goes_on: bool
-    """Whether its last sequence goes on on the next rank."""
+    continued: bool  # whether its one sequence began on an earlier rank
+    goes_on: bool  # whether its last sequence goes on on the next rank
 
 
 class Part(NamedTuple):
@@ -35,16 +31,14 @@ class Part(NamedTuple):
 
     segments: tuple[Segment, ...]
     """At most two: the rest of a sequence that began on an earlier rank, and what begins here."""
-    leaving: Segment | None
-    """The tokens of the sequence that goes on on the next rank."""
-    passed: Tensor
-    """(W, 1, 1), whether the sequence that goes on behind a rank began before it."""
+    leaving: Segment | None  # the tokens of the sequence that goes on on the next rank
+    passed: Tensor  # (W, 1, 1), whether the sequence that goes on behind a rank began before it
     ended: tuple[Tensor, Tensor]
     """Numbers of the sequences that end here, and of their rows among the segments' last states."""
 
     @property
     def single(self) -> Segment | None:
-        """The segment of a part that has no other, if it is in one sequence."""
+        """Returns the segment of a part that has no other, if it is in one sequence."""
         return self.segments[0] if len(self.segments) == 1 and self.segments[0].cu_seqlens is None else None
 
 
