@@ -72,7 +72,7 @@ PLACES: dict[str, Callable[[dict[str, int]], Tensor]] = {
     "theta": lambda sizes: torch.linspace(0.1, 1, sizes["F"]),
     "decay": lambda sizes: torch.linspace(-0.1, -0.01, sizes["H"]),
     "initial_state": lambda sizes: torch.linspace(-1, 1, sizes["E"]).expand(*(sizes[a] for a in "BHDE")),
-    "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["N"] - 1,
+    "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["M"] - sizes["B"],
 }
 ALIKE = ("BNHD", "BNHD", "BNHE")
 QKV, PACKED = ("BNHD", "BM1D", "BM1E"), ("1NHD", "1NHD", "1NHE")

@@ -229,15 +229,12 @@ def test_a_compiled_step_with_a_static_cache(side: str) -> None:
     mask = torch.ones_like(ids) if side == "none" else padding(side, 2, 7)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     wanted = eager.generate(ids, **options)
-    step = torch.compile(ours.forward, backend="aot_eager", fullgraph=True)
-    forward = ours.forward
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_step = kwargs["input_ids"].shape[1] == 1
-        return (step if is_step else forward)(*args, **kwargs)
-
-    ours.forward = call
-    assert torch.equal(ours.generate(ids, **options), wanted)
+    compiled = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(ours.generate(ids, **options, compile_config=compiled), wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
