@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import output_of
 
 pytest.importorskip("triton")
 
@@ -129,3 +131,24 @@ def test_what_tensors_hold_is_not_looked_at(planned: dict[str, Any]) -> None:
 def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None:
     for name in ("torch", "CPU", "other", "llama"):
         assert planned[name] == ""
+
+
+EXPLAIN = """
+from warploom.cli import main
+
+common = ["list", "flash-attention", "--explain", "--suite", "shapes", "--case", "head_dim=192"]
+main(common)
+main([*common, "--gpu", "sm_80/108"])
+main(["list", "attention-decode", "--explain", "--case", "batch=8"])
+"""
+
+
+def test_the_list_says_which_kernels_a_case_takes_and_why(tmp_path: Path) -> None:
+    text = " ".join(output_of(EXPLAIN, tmp_path).split())
+    hopper, ampere, decode = re.split("(?:flash-attention|attention-decode) batch", text)[1:]
+    assert "forward: HopperForward: The kernel in Gluon" in hopper
+    assert "not FusedBackward: 192 features, not 33 to 128" in hopper
+    assert "kernels: hopper_forward_kernel, prepare_kernel, hopper_shared_key_kernel, hopper_query_kernel" in hopper
+    assert "not HopperForward: the GPU is no Hopper" in ampere
+    assert "SeparateBackward of TritonGradient, TritonGradient" in ampere
+    assert "forward: SplitDecodeForward(DecodeForward)" in decode

@@ -54,9 +54,14 @@ def fingerprint(bench: Bench, case: Case, provider: str, mode: str, gpu: str) ->
     return of_calls(run if provider != LIMIT else None, gpu)
 
 
-def builds_of(bench: Bench, case: Case, provider: str, mode: str, gpu: str) -> dict[tuple[Any, ...], Any]:
-    """Returns what has to be compiled for a provider on a GPU, by its key, in the order of launches."""
-    return _recorded(functools.partial(_launch, bench, case, provider, mode, drawn=True), gpu)
+def builds_of(
+    bench: Bench, case: Case, provider: str, mode: str, gpu: str, drawn: bool = True
+) -> dict[tuple[Any, ...], Any]:
+    """Returns what has to be compiled for a provider on a GPU, by its key, in the order of launches.
+
+    Inputs are ``drawn``, which takes time, or have any numbers.
+    """
+    return _recorded(functools.partial(_launch, bench, case, provider, mode, drawn=drawn), gpu)
 
 
 def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = False) -> None:

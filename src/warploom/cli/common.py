@@ -41,15 +41,20 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add what `select` reads: names of benches, suite, mode, provider, dtype, case, device and spec."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches, e.g. lrpe-rotate (default: all)")
     add_spec(parser)
-    parser.add_argument("--suite", default="quick", help="default: quick; `warploom list` shows them")
     several: dict[str, Any] = {"action": "extend", "type": words}  # given twice, none is dropped
     parser.add_argument("--mode", **several, metavar="MODE[,MODE]", help="fwd, bwd, … (default: the bench's)")
     parser.add_argument("--provider", **several, metavar="NAME[,NAME]", help="default: all of the bench")
     dtypes = "run the cases in bf16, fp16, fp32, not in their own dtype"
     parser.add_argument("--dtype", **several, metavar="NAME[,NAME]", help=dtypes)
+    add_cases(parser)
+    add_device(parser)
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Add what says which cases of a bench a command is about."""
+    parser.add_argument("--suite", default="quick", help="default: quick; `warploom list` shows them")
     case = "only cases with this value; may be repeated, with the same key for alternatives"
     parser.add_argument("--case", action="append", default=[], metavar="KEY=VALUE", help=case)
-    add_device(parser)
 
 
 def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[Bench], Selection]:
@@ -62,10 +67,10 @@ def select(options: argparse.Namespace, modes: list[str] | None) -> tuple[list[B
     known = benches()
     chosen = [known[name] for name in pick(options.names or own, known, "bench", "-")]
     dtypes = options.dtype and [_SHORT_DTYPES.get(name, name) for name in options.dtype]
-    return chosen, Selection(options.suite, modes, options.provider, _case_filter(options.case), dtypes)
+    return chosen, Selection(options.suite, modes, options.provider, filter_cases(options.case), dtypes)
 
 
-def _case_filter(texts: Sequence[str]) -> dict[str, list[Any]]:
+def filter_cases(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Returns values by key: a number, list or truth value as JSON writes it; any other text is itself."""
     wanted: dict[str, list[Any]] = {}
     for text in texts:

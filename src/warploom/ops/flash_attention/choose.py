@@ -123,7 +123,9 @@ def _described(variant: Any) -> str:
 
 def _decode_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
     if not decode.suits(call):
-        return f"DecodeForward: more than {decode.MOST_TOKENS} queries of a batch entry, or packed sequences"
+        packed = call.mask.cu_seqlens_q is not None
+        what = "sequences are packed" if packed else f"{call.shape.tokens} queries, at most {decode.MOST_TOKENS}"
+        return f"DecodeForward: {what}"
     plan = decode.plan(call, call.precision, tensors, has_pdl(call.device))
     inner = variants.DecodeForward(plan.launch)
     if plan.combine is None:
@@ -274,7 +276,8 @@ def _varlen_backward(
     call: Call, tensors: BackwardTensors, preprocess: variants.Preprocess
 ) -> variants.VarlenBackward | str:
     if not call.aligned or not varlen.suits("backward", call, *tensors):
-        return "VarlenBackward: no packed sequences, short ones, or rows that cannot be copied"
+        none = call.mask.cu_seqlens_q is None
+        return f"VarlenBackward: {'no packed sequences' if none else 'short sequences, or rows of odd strides'}"
     spread = varlen.plan(call)
     on_rows = spread.call._replace(precision="highest", aligned=True, has_sink=False)
     if obstacle := hopper.obstacle("key", on_rows.shape, on_rows.mask, call.scale, *tensors.factors):
@@ -307,11 +310,11 @@ def _fused_backward(
         return "FusedBackward: float32"
     if not call.aligned:
         return "FusedBackward: an address is no multiple of 16 bytes"
-    if not (hopper.is_fused_faster(shape, call.mask, call.device) if call.fused is None else call.fused):
-        return "FusedBackward: two kernels are faster"
     described = (*tensors.factors, tensors.dk, tensors.dv)
     if obstacle := hopper.obstacle("backward", shape, call.mask, call.scale, *described):
         return f"FusedBackward: {obstacle}"
+    if not (hopper.is_fused_faster(shape, call.mask, call.device) if call.fused is None else call.fused):
+        return "FusedBackward: two kernels are faster"
     added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
     return variants.FusedBackward(
         preprocess,
