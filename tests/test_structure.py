@@ -232,6 +232,46 @@ def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert path.stat().st_size == 0 or ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
+PLAIN = (
+    "__init__.py", "__main__.py", "errors.py", "version.py", "cli", "integrations", "nn", "ops/__init__.py",
+    "ops/spec.py", "report", "runtime", "testing",
+)  # fmt: skip
+"""Files and folders whose docstrings are held to the rule below. It is to become the whole package."""
+
+
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    """Lines and texts of the docstrings of a file, and of the comments in strings behind names."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        texts = [each.value for each in node.body if isinstance(each, ast.Expr)]
+        found += [(x.lineno, x.value) for x in texts if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+    return found
+
+
+@pytest.mark.parametrize("path", [PACKAGE / each for each in PLAIN], ids=relative)
+def test_docstrings_begin_with_what_a_function_does_or_a_class_is(path: Path) -> None:
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for line, text in docstrings(file):
+            opening = text.lstrip().startswith(("What ", "Of ", "Whether ", "How ", "That of ", "The same "))
+            assert not opening, f"{relative(file)}, line {line}: {text.strip().splitlines()[0]}"
+
+
+OPEN_NAMES = {"Attention", "ChunkCall", "Mask", "Options", "Part", "Plan", "Product", "Rows", "Sample"}
+"""Names that several classes have. A name is taken off when one class has it; none is to be added."""
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    files: dict[str, list[str]] = {}
+    for path in source_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(relative(path))
+    several = {name: paths for name, paths in files.items() if len(paths) > 1}
+    assert {*several} == OPEN_NAMES, {name: several.get(name) for name in {*several} ^ OPEN_NAMES}
+
+
 @pytest.mark.parametrize("name", sorted(warploom.__all__))
 def test_public_names_are_documented(name: str) -> None:
     thing = getattr(warploom, name)

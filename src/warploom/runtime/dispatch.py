@@ -265,7 +265,7 @@ def apply(
     return call.run(tensors, number)
 
 
-class _Differentiable(torch.autograd.Function):
+class _OperatorFunction(torch.autograd.Function):
     """The autograd function of all operators, for plain calls and for calls of the registered operator."""
 
     @staticmethod
@@ -320,14 +320,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _OperatorCall, number: int, *tensors: Any) -> Any:
         def run(*tensors: Any) -> Any:
-            return _Differentiable.apply(call, number, *tensors)
+            return _OperatorFunction.apply(call, number, *tensors)
 
         return run_per_sample(run, info.batch_size, in_dims[2:], tensors)
 
 
 # `torch.autograd.Function.apply` looks for function transforms, and for tensors that outlived one, before it calls
 # this. Plain eager calls have none of either.
-_apply_plain: Any = find_apply(_Differentiable)
+_apply_plain: Any = find_apply(_OperatorFunction)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ class CustomOperator:
     def _run_recorded(self, *arguments: Any) -> Any:
         """Run and let autograd record the call."""
         tensors, number, options = self.split_arguments(arguments)
-        found = _Differentiable.apply(_OperatorCall(self, options, None), number, *tensors)
+        found = _OperatorFunction.apply(_OperatorCall(self, options, None), number, *tensors)
         return found[0] if self.num_results == 1 else found
 
     def _count_flops(self, *arguments: Any, **_: Any) -> int:

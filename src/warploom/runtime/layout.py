@@ -9,16 +9,16 @@ import torch
 Tensor = torch.Tensor
 
 TILE_STRIDE_LIMIT = 2**22
-"""Strides of rows and features below this keep offsets within a tile, of at most 256 rows, in 32 bits."""
+"""The strides of rows and features below which offsets within a tile, of at most 256 rows, fit in 32 bits."""
 
 
 class Layout(NamedTuple):
-    """How kernels address a group of tensors."""
+    """The layout of a group of tensors, by which kernels address them."""
 
-    vec: int  # common divisor of strides, which vector access rests on
-    unit: bool  # whether features are adjacent everywhere
-    wide: bool  # whether offsets within a tile need 64 bits
-    strides: list[Any]  # of every tensor, all but those of features divided by vec
+    vec: int  # common divisor of the strides, for vector access
+    unit: bool  # True if features are adjacent in all tensors
+    wide: bool  # True if offsets within a tile need 64 bits
+    strides: list[Any]  # strides of each tensor, divided by vec except those of features
 
     def of(self, *names: str) -> dict[str, Any]:
         """Returns the strides by name, ``q_strides`` and so on, of tensors with these names."""
@@ -26,18 +26,18 @@ class Layout(NamedTuple):
 
 
 def tile_width(features: int) -> int:
-    """Returns the features of a tile: a power of two that matrix instructions take."""
+    """Returns the features of a tile: a power of two that matrix instructions support."""
     return max(1 << (features - 1).bit_length(), 16)
 
 
 def strides_of(x: Tensor) -> tuple[int, int, int, int]:
-    """Returns the strides of a tensor; 0 for an axis of size one, which is never taken."""
+    """Returns the strides of a tensor, with 0 for an axis of size one."""
     b, n, h, f = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride()))
     return b, n, h, f
 
 
 def layout_for(kind: type[Any], *tensors: Tensor) -> Layout:
-    """Returns how kernels address tensors (B, N, H, F), whose strides they take as a ``kind`` of tuple."""
+    """Returns the layout of tensors (B, N, H, F), with strides as tuples of a ``kind``."""
     strides = [strides_of(t) for t in tensors]
     unit = all(t.shape[3] == 1 or s[3] == 1 for t, s in zip(tensors, strides))
     divisors = (16, 8, 4) if unit else ()

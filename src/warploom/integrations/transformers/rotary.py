@@ -21,7 +21,7 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embedding whose frequencies depend on no length."""
 
 
-class Rotation(NamedTuple):
+class RotaryAngles(NamedTuple):
     """The angles of tokens, which a patched rotary embedding returns instead of cosines and sines."""
 
     theta: Tensor  # (F,), radians per position
@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
 
 
 class PatchedRotary(torch.nn.Module):
-    """A rotary embedding of transformers that returns a `Rotation`, with frequencies that stay in float32."""
+    """A rotary embedding of transformers that returns a `RotaryAngles`, with frequencies that stay in float32."""
 
     def __init__(self, embedding: Any, axes: dict[str, Tensor | None], pairs: tuple[tuple[str, str], ...]) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class PatchedRotary(torch.nn.Module):
         for prefix, axes_of in axes.items():
             self.register_buffer(f"{prefix}axes", axes_of, persistent=False)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Rotation, Rotation]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[RotaryAngles, RotaryAngles]:
         """Returns the angles of positions (B or 1, N), or (A, B or 1, N) with several axes, twice."""
         prefix = "" if hasattr(self.embedding, "inv_freq") else f"{layer_type}_"
         theta = getattr(self.embedding, f"{prefix}inv_freq").to(x.device)
@@ -50,10 +52,10 @@ class PatchedRotary(torch.nn.Module):
         if position_ids.dim() == 3 and position_ids.stride(0) == 0:
             position_ids = position_ids[0]  # text has the same position on each axis
         axes = None if axes is None or position_ids.dim() == 2 else axes.to(x.device)
-        rotation = Rotation(
+        angles = RotaryAngles(
             theta, position_ids, getattr(self.embedding, f"{prefix}attention_scaling"), axes, self.pairs
         )
-        return rotation, rotation
+        return angles, angles
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the embedding, such as ``inv_freq``."""
@@ -286,18 +288,18 @@ def _try(embedding: Any, prefix: str, apply: Callable[..., Any]) -> tuple[str, T
         if count:
             moved = [(out != outs[0])[0, 0, 0] for out in outs[1:]]
             axes = torch.stack([m[0::2] if pairs == "neighbours" else m[: features // 2] for m in moved]).float()
-        rotation = Rotation(
+        angles = RotaryAngles(
             theta, position_ids if count else position_ids[0], getattr(embedding, f"{prefix}attention_scaling"),
             axes, (),
         )  # fmt: skip
         close = []
         for width in (features, features + 4):
             try:
-                expected = by_model(x[..., :width], rotation.position_ids)
+                expected = by_model(x[..., :width], angles.position_ids)
             except Exception:  # this model does not support such a width
                 close.append(width > features)
                 continue
-            found = rotate(x[..., :width], rotation, pairs, heads_axis)
+            found = rotate(x[..., :width], angles, pairs, heads_axis)
             same = [e.shape == found.shape and torch.allclose(e, found, rtol=1e-4, atol=1e-4) for e in expected]
             close.append(all(same))
         if all(close):
@@ -333,7 +335,7 @@ def _read_parameters(function: Callable[..., Any]) -> tuple[list[str], int]:
 
 
 def _wrap(function: str) -> None:
-    """Wrap a function of cosines and sines so that it accepts a `Rotation` too."""
+    """Wrap a function of cosines and sines so that it accepts a `RotaryAngles` too."""
     file, name = function.split(":")
     module = importlib.import_module(file)
     if hasattr(getattr(module, name), "of_cosines"):
@@ -345,32 +347,32 @@ def _wrap(function: str) -> None:
     @functools.wraps(of_cosines)
     def apply(*args: Any, **options: Any) -> Any:
         given = {**dict(zip(names, args)), **options}
-        rotation = given.get("cos")
-        if not isinstance(rotation, Rotation):
+        angles = given.get("cos")
+        if not isinstance(angles, RotaryAngles):
             return of_cosines(*args, **options)
-        pairs = dict(rotation.pairs)[function]
+        pairs = dict(angles.pairs)[function]
         axis = given.get("unsqueeze_dim", heads_axis)
-        out = [rotate(given[x], rotation, pairs, axis) for x in rotated if given.get(x) is not None]
+        out = [rotate(given[x], angles, pairs, axis) for x in rotated if given.get(x) is not None]
         return tuple(out) if len(out) > 1 else out[0]
 
     apply.of_cosines = of_cosines  # type: ignore[attr-defined]
     setattr(module, name, apply)
 
 
-def rotate(x: Tensor, rotation: Rotation, pairs: str, heads_axis: int) -> Tensor:
+def rotate(x: Tensor, angles: RotaryAngles, pairs: str, heads_axis: int) -> Tensor:
     """Returns tokens (B, H, N, D), or (B, N, H, D) with heads on axis 2, with the first 2·F features rotated."""
     x = x.transpose(1, 2) if heads_axis == 1 else x
-    features = 2 * rotation.theta.shape[0]
+    features = 2 * angles.theta.shape[0]
     out = x[..., :features]
-    positions, thetas = [rotation.position_ids], [rotation.theta]
-    if rotation.axes is not None:
-        positions, thetas = list(rotation.position_ids), [rotation.theta * axis for axis in rotation.axes]
+    positions, thetas = [angles.position_ids], [angles.theta]
+    if angles.axes is not None:
+        positions, thetas = list(angles.position_ids), [angles.theta * axis for axis in angles.axes]
     for position_ids, theta in zip(positions, thetas):
         position_ids = position_ids.expand(x.shape[0], -1)
         out = lrpe_rotate(out, theta, position_ids=position_ids, interleaved=pairs != "halves")
     if pairs == "neighbours to halves":
         out = out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    out = out if rotation.scaling == 1 else out * rotation.scaling
+    out = out if angles.scaling == 1 else out * angles.scaling
     if x.shape[-1] > features:
         out = torch.cat((out, x[..., features:]), -1)
     return out.transpose(1, 2) if heads_axis == 1 else out
