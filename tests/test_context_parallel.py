@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import warploom
 from warploom.distributed import agreement, ranks
 from warploom.distributed.agreement import Agreements
-from warploom.distributed.attention.plan import ChunkCall, Step, make_plan
+from warploom.distributed.attention.plan import PlainCall, Step, make_plan
 from warploom.distributed.balance import Piece, balance
 from warploom.distributed.layout import chunks_of
 
@@ -156,7 +156,7 @@ def move(rows: torch.Tensor, send: tuple[slice, ...], into: torch.Tensor, places
         into[place] = rows[piece]
 
 
-def assert_sees_itself(call: ChunkCall, part: torch.Tensor, seen: torch.Tensor, right: int | None) -> None:
+def assert_sees_itself(call: PlainCall, part: torch.Tensor, seen: torch.Tensor, right: int | None) -> None:
     """Queries of each sequence of a call are among its keys, and the window ends at the right one."""
     queries, keys = part[call.queries], seen[call.keys]
     none = torch.tensor([0, len(queries)]), torch.tensor([0, len(keys)])

@@ -30,7 +30,7 @@ from warploom.errors import ArgumentError, WarploomError, fault
 
 Tensor = torch.Tensor
 Lengths = tuple[int, ...]
-"""Of the ranks' parts of a whole."""
+"""The lengths of the ranks' parts of a whole."""
 
 LONGEST_PAUSE = 0.05
 """Seconds between two looks at the store, after some that follow each other more quickly."""
@@ -51,9 +51,9 @@ class Agreed(NamedTuple):
 class Message(NamedTuple):
     """A rank's message about a call, with the length of its part."""
 
-    lost: int  # how many errors this rank has raised in calls whose group it did not know
+    lost: int  # the number of errors that this rank has raised in calls whose group it did not know
     length: int
-    name: str  # of the function, or of the error that the rank refuses the call with
+    name: str  # the function, or the error that the rank refuses the call with
     text: str
 
 
@@ -65,7 +65,7 @@ class Agreements:
     """
 
     lost = 0
-    """How many errors this rank has raised in calls whose group it did not know."""
+    """The number of errors that this rank has raised in calls whose group it did not know."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.store = group, _store()
@@ -73,9 +73,9 @@ class Agreements:
         name = f"warploom/{group.group_name}"
         # A store may outlive a group, and have another of the same name.
         self._prefix = f"{name}/{self.store.add(f'{name}/{group.rank()}', 1)}"
-        self._number = self._deleted = 0  # of exchanges
+        self._number = self._deleted = 0  # exchanges
         self._lost = [0] * group.size()  # on every rank, when it wrote its last message here
-        self._unread = False  # whether this rank wrote a message and did not read the others'
+        self._unread = False  # this rank wrote a message and did not read the others'
         self._wholes: dict[tuple[int, int], Lengths] = {}  # by rank and length of its part
         self._ambiguous: set[Lengths] = set()
 

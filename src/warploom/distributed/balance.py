@@ -1,4 +1,4 @@
-"""How the ranks share packed sequences: as many tokens each, as much work of causal attention, few sequences cut.
+"""Packed sequences balanced over ranks: as many tokens each, as much work of causal attention, few sequences cut.
 
 Ranks are divided into two groups, and sequences between them: most go whole to one group, few are cut, of which the
 longest makes up for what the others leave uneven. So are the groups, until each is one rank. A cut gives one group
@@ -14,9 +14,9 @@ from typing import NamedTuple
 __all__ = ["Piece", "balance"]
 
 UNEVEN = 0.01
-"""Of a group's work, by how much it may differ from its share before more pieces are cut."""
+"""The part of a group's work that may be missing or too much before more pieces are cut."""
 MOST_UNEVEN = 1.1
-"""Of few sequences, what a rank may have to do over the mean of the ranks."""
+"""The work of a rank over the mean of the ranks that few sequences may give."""
 
 
 class Piece(NamedTuple):
@@ -58,11 +58,8 @@ class Piece(NamedTuple):
         return Piece(self.sequence, self.low, self.low + front, self.high - tokens + front, self.high)
 
 
-class Groups(NamedTuple):
-    """What two groups of ranks have."""
-
-    first: list[Piece]
-    second: list[Piece]
+Groups = tuple[list[Piece], list[Piece]]
+"""The pieces of two groups of ranks."""
 
 
 def balance(lengths: list[int], world: int) -> list[list[Piece]]:
@@ -73,16 +70,16 @@ def balance(lengths: list[int], world: int) -> list[list[Piece]]:
         world: How many ranks there are.
     """
     if len(lengths) == 1:
-        return _even(lengths, world)
-    found = _divided([Piece(number, 0, n, n, n) for number, n in enumerate(lengths) if n], world)
+        return _cut_evenly(lengths, world)
+    found = _divide([Piece(number, 0, n, n, n) for number, n in enumerate(lengths) if n], world)
     most = max(sum(piece.work for piece in pieces) for pieces in found)
     if len(lengths) < world and most * world > MOST_UNEVEN * sum(n * n for n in lengths) / 2:
-        return _even(lengths, world)
+        return _cut_evenly(lengths, world)
     return found
 
 
-def _even(lengths: list[int], world: int) -> list[list[Piece]]:
-    """Every sequence cut for all ranks into chunks whose lengths differ by one token at most."""
+def _cut_evenly(lengths: list[int], world: int) -> list[list[Piece]]:
+    """Cut every sequence for all ranks into chunks whose lengths differ by one token at most."""
     chunks, start = 2 * world, 0
     found: list[list[Piece]] = [[] for _ in range(world)]
     for number, n in enumerate(lengths):
@@ -95,30 +92,31 @@ def _even(lengths: list[int], world: int) -> list[list[Piece]]:
     return found
 
 
-def _divided(pieces: list[Piece], ranks: int) -> list[list[Piece]]:
+def _divide(pieces: list[Piece], ranks: int) -> list[list[Piece]]:
     if ranks == 1:
         return [pieces]
     pieces = sorted(pieces, key=lambda piece: -piece.work)
     half, total = ranks // 2, sum(piece.tokens for piece in pieces)
     tokens = half * (total // ranks) + min(half, total % ranks)
-    best, groups = math.inf, Groups([], [])
+    best: float = math.inf
+    groups: Groups = ([], [])
     for cut in range(len(pieces) + 1):  # all of them can be cut
         uneven, found = _split(pieces, cut, tokens, half / ranks)
         if uneven < best:
             best, groups = uneven, found
         if best <= UNEVEN:
             break
-    return _divided(groups[0], half) + _divided(groups[1], ranks - half)
+    return _divide(groups[0], half) + _divide(groups[1], ranks - half)
 
 
 def _split(pieces: list[Piece], cut: int, tokens: int, share: float) -> tuple[float, Groups]:
-    """Pieces of two groups, the first with so many tokens, and by how much their work is not in this share.
+    """Returns by how much the work of two groups misses this share, and their pieces, so many tokens in the first.
 
-    That is infinite where such groups cannot be. ``cut``: how many pieces are cut, the first of these.
+    The first is infinite where such groups cannot be. ``cut``: how many pieces are cut, the first of these.
     """
     total, work = sum(piece.tokens for piece in pieces), sum(piece.work for piece in pieces)
     aims = [(tokens, share * work), (total - tokens, (1 - share) * work)]
-    groups = Groups([], [])
+    groups: Groups = ([], [])
     have = [[0.0, 0.0], [0.0, 0.0]]
 
     def give(group: int, piece: Piece) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.distributed.attention.plan import ChunkCall
+from warploom.distributed.attention.plan import PlainCall
 from warploom.distributed.ranks import Bounds
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.problem import Logits, Mask
@@ -36,7 +36,7 @@ class ChunkInputs(NamedTuple):
     k: Tensor
     v: Tensor
     sink: Tensor | None
-    call: ChunkCall
+    call: PlainCall
     options: ContextAttentionOptions
 
 
@@ -105,7 +105,7 @@ def backward_chunk(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: ChunkCall, options: ContextAttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: PlainCall, options: ContextAttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Returns outputs and lse of a call, in PyTorch."""
     cu_seqlens_q, cu_seqlens_k = read_bounds(call.cu_seqlens_q, call.cu_seqlens_k)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from warploom.distributed.attention.plan import Plan, Slices
+from warploom.distributed.attention.plan import ContextAttentionPlan, Slices
 from warploom.distributed.ranks import as_bytes
 
 Tensor = torch.Tensor
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 class PendingKeys(NamedTuple):
     """Keys and values on their way to this rank."""
 
-    plan: Plan
+    plan: ContextAttentionPlan
     sent: list[Tensor]  # kept, as their memory is not to be used again before they are sent
     rows: list[Tensor]  # all rows of each tensor that this rank sees
     works: list[list[Any]]  # the messages of each step
@@ -34,7 +34,7 @@ class PendingKeys(NamedTuple):
                 x[place].copy_(x[source])
 
 
-def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> PendingKeys:
+def send_keys(plan: ContextAttentionPlan, tensors: list[Tensor], group: Any) -> PendingKeys:
     """Send rows (n, …) of this rank's part to the chunks that see them.
 
     What the first step needs is sent first: the rest arrives while it is computed. The kernel that sends the rest
@@ -53,7 +53,7 @@ def send_keys(plan: Plan, tensors: list[Tensor], group: Any) -> PendingKeys:
 
 
 def send_gradients(
-    plan: Plan, gradients: list[list[Tensor]], into: list[Tensor], group: Any, kernels: bool
+    plan: ContextAttentionPlan, gradients: list[list[Tensor]], into: list[Tensor], group: Any, kernels: bool
 ) -> None:
     """Send gradients to their tokens' ranks, and add those of this rank's part up, in float32 and in a fixed order.
 
@@ -104,7 +104,7 @@ def _send(given: list[tuple[Tensor, Slices, Tensor, Slices]], group: Any) -> lis
     return works
 
 
-def sum_gradients(plan: Plan, received: Tensor, into: Tensor, kernels: bool) -> None:
+def sum_gradients(plan: ContextAttentionPlan, received: Tensor, into: Tensor, kernels: bool) -> None:
     """Add up what was received for each shared row, in float32 in the order of steps and ranks.
 
     Args:

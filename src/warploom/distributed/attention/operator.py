@@ -22,7 +22,7 @@ from warploom.distributed.attention.chunks import (
     is_fused,
 )
 from warploom.distributed.attention.exchange import send_gradients, send_keys
-from warploom.distributed.attention.plan import ChunkCall, Plan, make_plan
+from warploom.distributed.attention.plan import ContextAttentionPlan, PlainCall, make_plan
 from warploom.distributed.layout import rows_on
 from warploom.distributed.ranks import Bounds, bounds_of, group_named
 from warploom.errors import dtype_of
@@ -39,8 +39,8 @@ class AgreedCall(NamedTuple):
     """A call that the ranks have agreed on, as this rank computes it."""
 
     group: Any
-    plan: Plan
-    layout_bounds: Bounds  # of the sequences, the tokens behind them as one more
+    plan: ContextAttentionPlan
+    layout_bounds: Bounds  # bounds of the sequences, the tokens behind them as one more
     tail: Tensor | None  # which tokens of this rank's part are behind the last packed sequence (n,), if any are
 
     @classmethod
@@ -62,7 +62,7 @@ class AgreedCall(NamedTuple):
         masks = {4: self.tail[:, None, None], 3: self.tail}
         return [None if x is None else x.masked_fill(masks[x.dim()], 0.0) for x in tensors]
 
-    def run(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, ChunkCall, Tensor, Tensor]]:
+    def run(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, PlainCall, Tensor, Tensor]]:
         """Send keys and values; yields the number of a step, a call of this rank in it, and what that sees."""
         pending = send_keys(self.plan, [_as_rows(x) for x in (k, v)], self.group)
         for number, step in enumerate(self.plan.steps):

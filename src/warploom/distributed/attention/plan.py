@@ -19,7 +19,7 @@ ALIGNMENT = 128
 """Keys of a windowed chunk begin at a multiple of so many, as the tiles of one GPU's call do."""
 
 
-class ChunkCall(NamedTuple):
+class PlainCall(NamedTuple):
     """A plain call of attention: queries of a rank's part on keys of chunks, both without gaps."""
 
     queries: slice
@@ -37,7 +37,7 @@ Slices = tuple[tuple[slice, ...], ...]
 class Step(NamedTuple):
     """A rank's work for one of its chunks of all sequences, and for the chunks that the others compute then."""
 
-    calls: tuple[ChunkCall, ...]
+    calls: tuple[PlainCall, ...]
     send: Slices  # rows of this rank's part that the ranks' chunks see, and no chunk of theirs before
     recv: Slices  # where such rows of the ranks go among all that this rank sees
     copies: tuple[tuple[slice, slice], ...]
@@ -47,12 +47,12 @@ class Step(NamedTuple):
     grad_recv: Slices  # where such gradients from the ranks go among all that this rank receives
 
 
-class Plan(NamedTuple):
+class ContextAttentionPlan(NamedTuple):
     """The ranks' attention on a layout, as one rank computes it."""
 
     steps: tuple[Step, ...]
     single_call: bool
-    """Whether ranks have whole sequences. Then a rank's calls are of all that it has, after the last step."""
+    """Ranks have whole sequences, so that a rank calls once, on all that it has, after the last step."""
     whole: int  # rows of them: the last ones of this rank's part, and of all that it sees
     shared: int  # the other rows of its part
     seen: int  # rows of keys that this rank sees
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 @remembered(8)  # one holds a few numbers for each token, on the device
 def make_plan(
     bounds: Bounds, world: int, rank: int, layout: str, left: int | None, right: int | None, device: torch.device
-) -> Plan:
+) -> ContextAttentionPlan:
     """Returns the plan of a call.
 
     Rows go from where they are to where they are needed, for one chunk of all sequences after the other. Where
@@ -141,7 +141,9 @@ def make_plan(
     ends[1:] = torch.bincount(into, minlength=len(part) - whole).cumsum(0)
     order, ends = (x.to(device, torch.int32) for x in (into.argsort(stable=True), ends))
     all_seen = sum(map(len, seen)) if single_call else len(torch.cat(seen).unique())
-    return Plan(tuple(steps), single_call, whole, len(part) - whole, all_seen, returned, order, ends)
+    return ContextAttentionPlan(
+        tuple(steps), single_call, whole, len(part) - whole, all_seen, returned, order, ends
+    )
 
 
 def _place_keys(seen: list[Tensor], single_call: bool, tokens: int) -> list[Tensor]:
@@ -244,7 +246,7 @@ class _Ranges(NamedTuple):
 
 def _make_calls(
     ranges: _Ranges, start: int, left: int | None, right: int | None, device: torch.device
-) -> tuple[ChunkCall, ...]:
+) -> tuple[PlainCall, ...]:
     """Returns a call for each run of sequences whose keys are adjacent and whose windows end alike."""
     tokens, first, keys, beyond = (x[ranges.queries > 0] for x in ranges)
     calls = []
@@ -255,7 +257,7 @@ def _make_calls(
         queries, seen, key, more = int(run.sum()), int(key_places.sum()), int(first[low]), int(beyond[low])
         cu_q, cu_k = (_cumulate(x, device) if high - low > 1 else None for x in (run, key_places))
         window = (None if left is None else left + more, None if right is None else right - more)
-        calls.append(ChunkCall(slice(start, start + queries), slice(key, key + seen), cu_q, cu_k, *window))
+        calls.append(PlainCall(slice(start, start + queries), slice(key, key + seen), cu_q, cu_k, *window))
         start += queries
     return tuple(calls)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.distributed.linear_attention.segments import Part, Segment
+from warploom.distributed.linear_attention.segments import RankPart, Segment
 from warploom.distributed.ranks import Bounds
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.api import longest_of
@@ -42,8 +42,8 @@ class ContextLinearCall(NamedTuple):
     inputs: LinearInputs  # this rank's parts, and what all ranks have
     offset: int
     options: ContextLinearOptions
-    bounds: Bounds  # of the sequences in the whole
-    part: Part
+    bounds: Bounds  # the sequences of the whole
+    part: RankPart
     group: Any
     plans: Plans
 

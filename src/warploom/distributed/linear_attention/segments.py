@@ -19,14 +19,14 @@ class Segment(NamedTuple):
     """Tokens of a part for one plain call."""
 
     tokens: slice
-    start: int  # how far into its sequence the first token is
+    start: int  # place of the first token in its sequence
     sequences: Tensor  # numbers of the sequences, int64
     cu_seqlens: Tensor | None
-    continued: bool  # whether its one sequence began on an earlier rank
-    goes_on: bool  # whether its last sequence goes on on the next rank
+    continued: bool  # its one sequence began on an earlier rank
+    goes_on: bool  # its last sequence goes on on the next rank
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """This rank's tokens."""
 
     segments: tuple[Segment, ...]
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 @remembered(64)
-def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> Part:
+def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> RankPart:
     """Returns the part of a rank. Where sequences are not packed, all batch entries are cut alike."""
     chunks = chunks_of(bounds, world, LAYOUT)
     edges = [each * bounds[-1] // world for each in range(world + 1)]
@@ -74,4 +74,4 @@ def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, d
     rows = torch.cat([each.sequences for each in segments]) if segments else torch.zeros(0, dtype=torch.int64)
     ended = torch.arange(len(rows) - (batch if goes_on and segments else 0), device=device)
     went_on = torch.tensor(passed, device=device)[:, None, None]
-    return Part(tuple(segments), leaving, went_on, (rows.to(device)[ended], ended))
+    return RankPart(tuple(segments), leaving, went_on, (rows.to(device)[ended], ended))
