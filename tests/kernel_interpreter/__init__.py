@@ -143,4 +143,6 @@ def _translated(value: Any) -> Any:
         return value.fn
     if isinstance(value, JITFunction) or hasattr(value, "rewrite"):  # of Gluon; of Triton, in its interpreter
         return lambda *given, **named: _with_translated_globals(value.fn)(*given, **named)
+    if isinstance(value, types.ModuleType) and value.__name__.startswith("warploom.ops."):
+        return types.SimpleNamespace(**_translated_globals(value.__name__))
     return value

@@ -99,10 +99,10 @@ class LinearCall(NamedTuple):
 
     @property
     def half(self) -> bool:
-        """Whether numbers have 16 bits."""
+        """Returns whether numbers have 16 bits."""
         return self.inputs.q.dtype != torch.float32
 
     @property
     def state_scale(self) -> float:
-        """What gradients of states are kept over; without tokens or causality they are kept as they are."""
+        """Returns what gradients of states are kept over; without tokens or causality they are kept as they are."""
         return self.options.scale if self.options.causal and self.inputs.q.shape[1] else 1.0

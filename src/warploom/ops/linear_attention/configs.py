@@ -6,64 +6,49 @@ from typing import NamedTuple
 
 
 class LinearTile(NamedTuple):
-    """How a launch is cut and compiled."""
+    """Tiles of a launch, and options that it is compiled with."""
 
     tokens: int
-    columns: int
-    """Features of a result that a program computes, of each part where there are two."""
+    columns: int  # features of a result that a program computes, of each part where there are two
     warps: int
     stages: int
 
 
 class Encoder(NamedTuple):
-    """How a group of warps encodes tiles on Hopper, ahead of those that multiply."""
+    """Warps that encode tiles on Hopper, ahead of those that multiply."""
 
     warps: int
-    registers: int
-    """Of a thread."""
-    groups: int
-    """Registers of a thread of the other groups, where there are two kinds of them."""
+    registers: int  # of a thread
+    groups: int  # registers of a thread of the other groups, where there are two kinds of them
 
 
+_ENCODER = Encoder(4, 96, 0)
 HOPPER = {
-    "none": {
-        "product": Encoder(4, 128, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 88, 200),
-        "sums": Encoder(4, 96, 0),
-    },
-    "head": {
-        "product": Encoder(4, 128, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 72, 208),
-        "sums": Encoder(4, 96, 0),
-    },
-    "token": {
-        "product": Encoder(8, 64, 0),
-        "decoded": Encoder(4, 96, 0),
-        "keys": Encoder(4, 72, 208),
-        "sums": Encoder(4, 96, 0),
-    },
+    "none": {"product": Encoder(4, 128, 0), "keys": Encoder(4, 88, 200)},
+    "head": {"product": Encoder(4, 128, 0), "keys": Encoder(4, 72, 208)},
+    "token": {"product": Encoder(8, 64, 0), "keys": Encoder(4, 72, 208)},
 }
 """By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
-
 PARTS = Encoder(4, 88, 208)
 """Of the kernel whose states of cosines and sines are transposed, with any decay."""
 
-SUMS = Encoder(4, 96, 0)
-"""Of the kernel that makes the sums of chunks, with any decay."""
+
+def encoder_of(kernel: str, decay: str) -> Encoder:
+    """Returns the encoding warps of a kernel: ``product``, ``decoded``, ``keys``, ``sums`` or ``parts``."""
+    return PARTS if kernel == "parts" else HOPPER[decay].get(kernel, _ENCODER)
+
 
 LEAST = 16
-"""Of every side of a product of tiles."""
+"""The least size of every side of a product of tiles."""
 
 CHUNK = 256
-"""Tokens of a chunk, at least."""
+"""The fewest tokens of a chunk."""
 
 CALL = 16384
 """Tokens that a call is taken to have, where sequences are shorter: those of a batch."""
 
 LEAST_CHUNKS = 4
-"""Of a sequence that is cut, if it has the tokens: see `chunk_of`."""
+"""Chunks of a sequence that is cut, if it has the tokens: see `chunk_of`."""
 
 DECAY_CHUNK = 32
 """Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
@@ -78,7 +63,7 @@ PIECE = 32
 """Rows of a tile, at most, that products add up over: see `triton.tiles`."""
 
 WIDE_PIECE = 128
-"""The same, on Hopper and later, where gradients of encoded rows are made of numbers of 16 bits."""
+"""Rows of a tile on Hopper and later, where gradients of encoded rows are made of numbers of 16 bits."""
 
 # By kernel, whether numbers have 16 bits, and the features of a state's side that comes in pieces: those of φ, or
 # of a value where φ's parts are the columns. What a row of the table says of wider states holds for the narrower.
@@ -96,7 +81,7 @@ _TILES: dict[tuple[str, bool], list[tuple[int, LinearTile]]] = {
 
 
 def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> LinearTile:
-    """Tiles of a launch.
+    """Returns tiles of a launch.
 
     Args:
         kernel: ``outputs``, ``decoded`` (``wide`` with pieces of `WIDE_PIECE`), ``sums`` or ``decays``.
@@ -115,7 +100,7 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Li
 
 
 def is_held(numbers: int, half: bool, room: int) -> bool:
-    """Whether ``room`` bytes of shared memory hold a state of so many numbers.
+    """Returns whether ``room`` bytes of shared memory hold a state of so many numbers.
 
     What all tiles multiply with, as without causality, the compiler keeps there. A float32 takes up to 6.3 bytes,
     as it comes in terms, and a number of 16 bits 2.2. Where each tile loads the state, both passes of 128 float32
@@ -125,7 +110,7 @@ def is_held(numbers: int, half: bool, room: int) -> bool:
 
 
 def step_tile(rows: int, columns: int) -> LinearTile:
-    """Of a step, for a state of so many rows and columns.
+    """Returns the tile of a step, for a state of so many rows and columns.
 
     In any batch: other columns would add up features in another order. On an H200, over nine sizes of 1 to 64
     entries, 16 columns took 0.95 to 1.22 times as long, 64 columns 0.97 to 1.17. Cosines of 128 features have twice
@@ -136,17 +121,17 @@ def step_tile(rows: int, columns: int) -> LinearTile:
 
 
 def piece_of(features: int, wide: bool = False) -> int:
-    """Of a side of a state, the features of a piece."""
+    """Returns the features of a piece of a side of a state."""
     return min(WIDE_PIECE if wide else PIECE, in_power_of_two(features))
 
 
 def in_power_of_two(features: int) -> int:
-    """The block that holds so many features."""
+    """Returns the block that holds so many features."""
     return max(LEAST, 1 << (features - 1).bit_length())
 
 
 def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int, summed: bool = False) -> int:
-    """Tokens of a chunk; all of them where that makes programs enough.
+    """Returns tokens of a chunk; all of them where that makes programs enough.
 
     It does not depend on the batch, so that a sequence has the same bits alone and among others: a call is taken to
     have `CALL` tokens in all. There are no more chunks than run at a time, and fewer than `LEAST_CHUNKS` are not

@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 class Continuation(NamedTuple):
-    """What a call is given whose tokens go on with a sequence of which others hold the rest."""
+    """Arguments of a call whose tokens go on with a sequence of which others hold the rest."""
 
     carry: Callable[[Tensor], Tensor]
     """From the state (S, H, F, E) that tokens would leave behind if none were before them to the state before them,

@@ -29,7 +29,7 @@ class LrpeOptions(NamedTuple):
     theta_gradient: bool = False  # whether theta's will be asked for
 
     def reads_x(self, theta_gradient: bool) -> bool:
-        """Whether the backward reads ``x``: without an activation it only turns the gradient back."""
+        """Returns whether the backward reads ``x``: without an activation it only turns the gradient back."""
         return self.activation != "none" or theta_gradient
 
 
@@ -65,7 +65,7 @@ class LrpeCall(NamedTuple):
 
     @property
     def per_batch(self) -> bool:
-        """Whether batch entries stand at different positions."""
+        """Returns whether batch entries stand at different positions."""
         ids, offsets = self.inputs.position_ids, self.inputs.offsets
         if ids is not None:
             return ids.dim() > 1 and ids.shape[0] > 1

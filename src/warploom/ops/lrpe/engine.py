@@ -131,7 +131,7 @@ def row_arguments(call: LrpeCall, geometry: Geometry, **tensors: Tensor) -> tupl
 
 
 class ThetaSums(NamedTuple):
-    """How theta's gradient is added up from partial sums."""
+    """Plan of the sum of theta's gradient from partial sums."""
 
     shape: tuple[int, int, int]  # of the partial sums: (parts, rows of theta, F)
     launch: Launch
@@ -163,7 +163,7 @@ class ThetaSums(NamedTuple):
 
 
 class LrpePlan(NamedTuple):
-    """What a call allocates and launches."""
+    """Plan of a call: what it allocates and launches."""
 
     result: Dense
     launch: Launch

@@ -40,7 +40,7 @@ def _fake(inputs: LrpeInputs, options: LrpeOptions) -> Tensors:
 def _save(
     inputs: LrpeInputs, options: LrpeOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
-    """The tensors of positions are saved, so that autograd sees when one is changed in place."""
+    """Saves the tensors of positions too, so that autograd sees when one is changed in place."""
     x = inputs.x if options.reads_x(wanted[1]) else None
     return (x, *inputs[1:], results[1]), (memory_order(inputs.x),)
 

@@ -85,7 +85,7 @@ class Part(NamedTuple):
         return cls(tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
 
     def is_aligned_in(self, whole: Tensor) -> bool:
-        """Whether it can have a descriptor where the whole can: the strides of a single head do not say so."""
+        """Returns whether it can have a descriptor where the whole can, as one head's strides do not say."""
         return self.offset * whole.element_size() % ALIGNMENT == 0
 
 
@@ -94,7 +94,7 @@ _NOTHING = (None,) * 5
 
 
 class _ForwardPlan(NamedTuple):
-    """What a forward allocates and launches, where attention is one launch of the kernel for Hopper."""
+    """Plan of a forward, where attention is one launch of the kernel for Hopper."""
 
     turned: Dense
     out: Dense
@@ -138,7 +138,7 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
 
 
 class _BackwardPlan(NamedTuple):
-    """What a backward does the same way, where attention is a launch each for keys and queries, or one for all."""
+    """Plan of a backward, where attention is a launch each for keys and queries, or one for all."""
 
     gradient: Dense  # of qkv
     attend: attention.SeparateBackward | attention.FusedBackward

@@ -14,46 +14,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, thread_barrier, wait_full
-from warploom.ops.linear_attention.hopper.encoding import (
-    STRIDE,
-    WARPS,
-    ChunkCall,
-    T,
-    copy_tiles,
-    decay_of_head,
-    decay_of_tokens,
-    decays_of,
-    decays_of_head,
-    decays_of_tile,
-    encode_parts,
-    load_angles,
-    load_state,
-    new_sums,
-    new_tiles,
-    store_state,
-    store_sums,
-    strided_rows,
-    strided_turns,
-    turned_on,
-    weigh_pairs,
-    whole_rows,
-)
+from warploom.ops.linear_attention.hopper import encoding
 from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales, StateStrides, locate
 
-ROWS = gl.constexpr(4 * WARPS)  # of a tile that are encoded at a time
+ROWS = gl.constexpr(4 * encoding.WARPS)  # of a tile that are encoded at a time
 
 
 @gluon.jit
-def decoded_parts(of_cosines, of_sines, angles, first):
-    """Gradients (T, W) of what was encoded, from those of its parts."""
+def rotate_parts_back(of_cosines, of_sines, angles, first):
+    """Returns gradients (BLOCK_T, W) of what was encoded, from those of its parts."""
     W: gl.constexpr = of_cosines.shape[1]
-    one1, two1 = strided_rows(of_cosines)
-    one2, two2 = strided_rows(of_sines)
+    one1, two1 = encoding.split_rows(of_cosines)
+    one2, two2 = encoding.split_rows(of_sines)
     HALF: gl.constexpr = one1.type.layout
-    cosine, sine, by_cosine, by_sine = strided_turns(angles, first, W, HALF)
+    cosine, sine, by_cosine, by_sine = encoding.cos_sin_of_rows(angles, first, W, HALF)
     one = gl.fma(one1, cosine, one2 * sine)
-    cosine, sine = turned_on(cosine, sine, by_cosine, by_sine)
-    return whole_rows(one, gl.fma(two1, cosine, two2 * sine))
+    cosine, sine = encoding.add_angles(cosine, sine, by_cosine, by_sine)
+    return encoding.join_rows(one, gl.fma(two1, cosine, two2 * sine))
 
 
 @gluon.jit
@@ -62,80 +39,98 @@ def hopper_cosine_kernel(
     scales: StateScales, sizes: LinearSizes, initial_strides: StateStrides,
     final_strides: StateStrides, form: gl.constexpr, DECODED: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_product_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
+    """Computes `hopper_product_kernel` where ``φ`` has two parts, of cosines and of sines, and so has the state."""
     W: gl.constexpr = a_desc.block_type.shape[3]
     dtype: gl.constexpr = a_desc.dtype
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, T // 2, 16])
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, encoding.BLOCK_T // 2, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, W // 2, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W // 16, 128 // W], [16, W * W // 128, 16])
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, W], dtype)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [WARPS, 1], [1, 0])
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([encoding.BLOCK_T, W], dtype)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [512 // W, W // 16], [encoding.WARPS, 1], [1, 0])
     place = locate(offsets, cu_seqlens, offset, sizes)
     descs = (a_desc, b_desc, c_desc)
-    ring = new_tiles(descs, 2, 1)
+    ring = encoding.allocate_ring(descs, 2, 1)
     a_tiles, b_tiles, c_tiles = ring.tiles
-    sines = gl.allocate_shared_memory(dtype, [1 if DECODED else 2, T, W], TILE)
+    sines = gl.allocate_shared_memory(dtype, [1 if DECODED else 2, encoding.BLOCK_T, W], TILE)
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
-    weighed = gl.allocate_shared_memory(dtype, [T, W if form.DECAY != "none" else 64], TILE)
-    pair_tile = gl.allocate_shared_memory(dtype, [T, T], gl.NVMMASharedLayout.get_default_for([T, T], dtype))
-    angles = load_angles(theta, place, sizes, W, (STRIDE, ROWS), form)
+    weighed = gl.allocate_shared_memory(dtype, [encoding.BLOCK_T, W if form.DECAY != "none" else 64], TILE)
+    pair_tile = gl.allocate_shared_memory(
+        dtype,
+        [encoding.BLOCK_T, encoding.BLOCK_T],
+        gl.NVMMASharedLayout.get_default_for([encoding.BLOCK_T, encoding.BLOCK_T], dtype),
+    )
+    angles = encoding.load_angles(theta, place, sizes, W, (encoding.STRIDE, ROWS), form)
     fence_async_shared()
     thread_barrier()
-    tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    call = ChunkCall(
+    tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
+    call = encoding.ChunkCall(
         angles,
         place,
-        decay_of_tokens(decay, place, sizes, form),
-        decay_of_head(decay, place, sizes, form),
+        encoding.point_to_decays(decay, place, sizes, form),
+        encoding.load_head_decay(decay, place, sizes, form),
         sizes,
         tiles,
         scales,
     )
-    sums_tile = new_sums(form).index(0)
+    sums_tile = encoding.allocate_sums(form).index(0)
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for i in gl.static_range(2):
         if i < tiles:
-            copy_tiles(descs, ring, place, tiles - 1 - i if REVERSE else i, i)
-    state_c = load_state(initial, place, 0, scales.into, initial_strides, W, W, STATE, form, DECODED)
-    state_s = load_state(initial, place, W, scales.into, initial_strides, W, W, STATE, form, DECODED)
-    of_head = decays_of_head(call, form, REVERSE, PAIRS)
+            encoding.copy_tiles(descs, ring, place, tiles - 1 - i if REVERSE else i, i)
+    state_c = encoding.load_state(initial, place, 0, scales.into, initial_strides, W, W, STATE, form, DECODED)
+    state_s = encoding.load_state(initial, place, W, scales.into, initial_strides, W, W, STATE, form, DECODED)
+    of_head = encoding.form_head_decays(call, form, REVERSE, PAIRS)
     for i in range(tiles):
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
-        first = place.first + tile * T
+        first = place.first + tile * encoding.BLOCK_T
         a, b, c = matrix(a_tiles, slot), matrix(b_tiles, slot), matrix(c_tiles, slot)
         states.index(0).store(state_c.to(dtype))
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
-        store_sums(sums_tile, call, first, form)
+        encoding.store_sums(sums_tile, call, first, form)
         if DECODED:
-            encode_parts((c,), (sines.index(0),), angles, first, 1, 1, WARPS, form)
+            encoding.encode_parts((c,), (sines.index(0),), angles, first, 1, 1, encoding.WARPS, form)
         else:
-            encode_parts((a, b), (sines.index(0), sines.index(1)), angles, first, 1, 1, WARPS, form)
+            encoding.encode_parts(
+                (a, b), (sines.index(0), sines.index(1)), angles, first, 1, 1, encoding.WARPS, form
+            )
         if form.DECAY != "none":
             plain = b if DECODED else c
-            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, WIDE))
+            sums, total = encoding.sum_decays(
+                call, sums_tile, first, 0, encoding.BLOCK_T, form, gl.SliceLayout(1, WIDE)
+            )
             weights = exponential(sums) if REVERSE else exponential(total - sums)
             weighed.store((plain.load(WIDE).to(gl.float32) * weights[:, None]).to(dtype))
         fence_async_shared()
         thread_barrier()
         if form.DECAY != "none":
-            sums, total = decays_of(call, sums_tile, first, 0, T, form, gl.SliceLayout(1, RESULT))
+            sums, total = encoding.sum_decays(
+                call, sums_tile, first, 0, encoding.BLOCK_T, form, gl.SliceLayout(1, RESULT)
+            )
             carried = exponential(total - sums if REVERSE else sums) * scales.scale
             shrink = exponential(total)
             state_c *= shrink
             state_s *= shrink
         pairs = warpgroup_mma(
-            a, b.permute([1, 0]), gl.zeros([T, T], gl.float32, PAIRS), use_acc=False, is_async=True
+            a,
+            b.permute([1, 0]),
+            gl.zeros([encoding.BLOCK_T, encoding.BLOCK_T], gl.float32, PAIRS),
+            use_acc=False,
+            is_async=True,
         )
         if not DECODED:
             pairs = warpgroup_mma(sines.index(0), sines.index(1).permute([1, 0]), pairs, is_async=True)
         result = warpgroup_mma(
-            a, states.index(0), gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True
+            a, states.index(0), gl.zeros([encoding.BLOCK_T, W], gl.float32, RESULT), use_acc=False, is_async=True
         )
         if DECODED:
             of_sines = warpgroup_mma(
-                a, states.index(1), gl.zeros([T, W], gl.float32, RESULT), use_acc=False, is_async=True
+                a,
+                states.index(1),
+                gl.zeros([encoding.BLOCK_T, W], gl.float32, RESULT),
+                use_acc=False,
+                is_async=True,
             )
         else:
             result = warpgroup_mma(sines.index(0), states.index(1), result, is_async=True)
@@ -147,8 +142,8 @@ def hopper_cosine_kernel(
             state_c = warpgroup_mma(b.permute([1, 0]), mine, state_c, is_async=True)
             state_s = warpgroup_mma(sines.index(1).permute([1, 0]), mine, state_s, is_async=True)
         pairs = warpgroup_mma_wait(4, deps=[pairs])
-        decays = decays_of_tile(of_head, call, sums_tile, form, REVERSE, PAIRS)
-        pairs = weigh_pairs(pairs, decays, form, REVERSE)
+        decays = encoding.form_tile_decays(of_head, call, sums_tile, form, REVERSE, PAIRS)
+        pairs = encoding.decay_scores(pairs, decays, form, REVERSE)
         pair_tile.store(pairs.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -163,7 +158,7 @@ def hopper_cosine_kernel(
         if DECODED:
             of_sines = warpgroup_mma(pair_tile, sines.index(0), of_sines, is_async=True)
             result, of_sines, state_c, state_s = warpgroup_mma_wait(0, deps=[result, of_sines, state_c, state_s])
-            result = decoded_parts(result, of_sines, angles, first)
+            result = rotate_parts_back(result, of_sines, angles, first)
         else:
             result, state_c, state_s = warpgroup_mma_wait(0, deps=[result, state_c, state_s])
         if form.DECAY == "none":
@@ -175,6 +170,6 @@ def hopper_cosine_kernel(
         mbarrier.arrive(ring.empty.index(slot))
         tma.store_wait(0)
         if i + 2 < tiles:
-            copy_tiles(descs, ring, place, tiles - 3 - i if REVERSE else i + 2, i + 2)
-    store_state(final, state_c, place, 0, scales.out_of, final_strides, W, form, DECODED)
-    store_state(final, state_s, place, W, scales.out_of, final_strides, W, form, DECODED)
+            encoding.copy_tiles(descs, ring, place, tiles - 3 - i if REVERSE else i + 2, i + 2)
+    encoding.store_state(final, state_c, place, 0, scales.out_of, final_strides, W, form, DECODED)
+    encoding.store_state(final, state_s, place, W, scales.out_of, final_strides, W, form, DECODED)

@@ -16,44 +16,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from warploom.device.activations import exponential
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, matrix, thread_barrier, wait_full
-from warploom.ops.linear_attention.hopper.encoding import (
-    KEY_STAGES,
-    STRIDE,
-    ChunkCall,
-    Encoded,
-    T,
-    TileRing,
-    copy_tiles,
-    decay_of_head,
-    decay_of_tokens,
-    decay_over,
-    decays_of,
-    decays_of_head,
-    decays_of_tile,
-    decoded,
-    encode_tiles,
-    load_angles,
-    load_state,
-    new_encoded,
-    new_tiles,
-    part_rows,
-    store_state,
-    weigh_pairs,
-)
+from warploom.ops.linear_attention.hopper import encoding
 from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales, StateStrides, locate
 
 
 class Keys(NamedTuple):
-    """And in `hopper_key_kernel`."""
+    """Arguments of the warps that multiply in `hopper_key_kernel`."""
 
-    ring: TileRing
-    encoded: Encoded
+    ring: encoding.TileRing
+    encoded: encoding.Encoded
     state_tile: gl.shared_memory_descriptor
     state_full: (
         gl.shared_memory_descriptor
     )  # barriers: the state of the next tile is there, and that of this was read
     state_read: gl.shared_memory_descriptor
-    outs: gl.shared_memory_descriptor  # (2, 1, 1, T, W)
+    outs: gl.shared_memory_descriptor  # (2, 1, 1, BLOCK_T, W)
     dk_desc: gl.tensor
     dv_desc: gl.tensor
     initial: gl.tensor | None
@@ -64,18 +41,18 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def copy_keys(descs, ring, call):
-    """The copying warp of `hopper_key_kernel`."""
+    """Runs the copying warp of `hopper_key_kernel`."""
     for i in range(call.tiles):
-        copy_tiles(descs, ring, call.place, call.tiles - 1 - i, i)
+        encoding.copy_tiles(descs, ring, call.place, call.tiles - 1 - i, i)
 
 
 @gluon.jit
 def encode_keys(form: gl.constexpr, ring, encoded, call):
-    """The encoding warps of `hopper_key_kernel`."""
+    """Runs the encoding warps of `hopper_key_kernel`."""
     for i in range(call.tiles):
         slot = wait_full(ring.full, i)
-        first = call.place.first + (call.tiles - 1 - i) * T
-        encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, call, form, True)
+        first = call.place.first + (call.tiles - 1 - i) * encoding.BLOCK_T
+        encoding.encode_tiles((ring.tiles[0], ring.tiles[1]), encoded, i, first, call, form, True)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(encoded.full.index(slot))
@@ -83,29 +60,38 @@ def encode_keys(form: gl.constexpr, ring, encoded, call):
 
 @gluon.jit
 def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
-    """A group of warps of `hopper_key_kernel`: of the gradients of keys (0) or values (1), and 64 rows of the state."""
+    """Runs a group of warps of `hopper_key_kernel`: of the gradients of keys (0) or values (1), and 64 rows of the state."""
     place, ring, encoded, state_tile = call.place, keys.ring, keys.encoded, keys.state_tile
     W: gl.constexpr = state_tile.shape[0]
     dtype: gl.constexpr = state_tile.dtype
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, encoding.BLOCK_T, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     ENCODES: gl.constexpr = form.KIND != "none" or form.DECAY != "none"
-    HOLDS: gl.constexpr = own * T < W  # rows of the state
+    HOLDS: gl.constexpr = own * encoding.BLOCK_T < W  # rows of the state
     b_entry, h = place.b.to(gl.int32), place.h.to(gl.int32)
     out = keys.outs.index(own)
     if HOLDS:
-        state = load_state(
-            keys.initial, place, own * T, call.scales.into, keys.initial_strides, T, W, RESULT, form, False
+        state = encoding.load_state(
+            keys.initial,
+            place,
+            own * encoding.BLOCK_T,
+            call.scales.into,
+            keys.initial_strides,
+            encoding.BLOCK_T,
+            W,
+            RESULT,
+            form,
+            False,
         )
-        state_tile.slice(own * T, T, dim=0).store(state.to(dtype))
+        state_tile.slice(own * encoding.BLOCK_T, encoding.BLOCK_T, dim=0).store(state.to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(keys.state_full)
     if HOLDS and form.DECAY == "head":
-        state *= decay_over(call, None, place.first + (call.tiles - 1) * T, form)
-    of_head = decays_of_head(call, form, True, PAIRS)
+        state *= encoding.decay_over_tile(call, None, place.first + (call.tiles - 1) * encoding.BLOCK_T, form)
+    of_head = encoding.form_head_decays(call, form, True, PAIRS)
     for i in range(call.tiles):
-        first = place.first + (call.tiles - 1 - i) * T
+        first = place.first + (call.tiles - 1 - i) * encoding.BLOCK_T
         slot = wait_full(ring.full, i)
         if ENCODES:
             wait_full(encoded.full, i)
@@ -114,8 +100,8 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             matrix(ring.tiles[3], slot),
         )  # fmt: skip
         mbarrier.wait(keys.state_full, i & 1)
-        zeros = gl.zeros([T, T], gl.float32, PAIRS)
-        nothing = gl.zeros([T, W], gl.float32, RESULT)
+        zeros = gl.zeros([encoding.BLOCK_T, encoding.BLOCK_T], gl.float32, PAIRS)
+        nothing = gl.zeros([encoding.BLOCK_T, W], gl.float32, RESULT)
         if own == 0:
             pairs = warpgroup_mma(v, grad.permute([1, 0]), zeros, use_acc=False, is_async=True)
             result = warpgroup_mma(v, state_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -123,13 +109,15 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             pairs = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
             result = warpgroup_mma(k, state_tile, nothing, use_acc=False, is_async=True)
         pairs = warpgroup_mma_wait(1, deps=[pairs])
-        decays = decays_of_tile(of_head, call, encoded.sums.index(slot), form, True, PAIRS)
-        factor = as_factor(weigh_pairs(pairs, decays, form, True), dtype, RESULT)
+        decays = encoding.form_tile_decays(of_head, call, encoded.sums.index(slot), form, True, PAIRS)
+        factor = as_factor(encoding.decay_scores(pairs, decays, form, True), dtype, RESULT)
         result = warpgroup_mma_wait(0, deps=[result])
         thread_barrier()
         mbarrier.arrive(keys.state_read)
         if form.DECAY != "none":
-            sums, total = decays_of(call, encoded.sums.index(slot), first, 0, T, form, gl.SliceLayout(1, RESULT))
+            sums, total = encoding.sum_decays(
+                call, encoded.sums.index(slot), first, 0, encoding.BLOCK_T, form, gl.SliceLayout(1, RESULT)
+            )
             result *= (exponential(total - sums) * call.scales.scale)[:, None]
         if HOLDS:
             given = q
@@ -137,7 +125,12 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
                 given = encoded.weighed.index(slot)
                 if form.DECAY == "token":
                     state *= exponential(total)
-            state = warpgroup_mma(given.slice(own * T, T, dim=1).permute([1, 0]), grad, state, is_async=True)
+            state = warpgroup_mma(
+                given.slice(own * encoding.BLOCK_T, encoding.BLOCK_T, dim=1).permute([1, 0]),
+                grad,
+                state,
+                is_async=True,
+            )
         if own == 0:
             result = warpgroup_mma(factor, q, result, is_async=True)
         else:
@@ -145,12 +138,12 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         if HOLDS:
             state = warpgroup_mma_wait(1, deps=[state])
             mbarrier.wait(keys.state_read, i & 1)
-            state_tile.slice(own * T, T, dim=0).store(state.to(dtype))
+            state_tile.slice(own * encoding.BLOCK_T, encoding.BLOCK_T, dim=0).store(state.to(dtype))
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(keys.state_full)
             if form.DECAY == "head":
-                state *= decay_over(call, None, first - T, form)
+                state *= encoding.decay_over_tile(call, None, first - encoding.BLOCK_T, form)
         result = warpgroup_mma_wait(0, deps=[result])
         tma.store_wait(0)
         thread_barrier()
@@ -158,7 +151,7 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
         if form.DECAY == "none":
             result *= call.scales.scale
         if own == 0:
-            result = decoded(result, call.angles, first, form)
+            result = encoding.rotate_back(result, call.angles, first, form)
         matrix(keys.outs, own).store(result.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -168,7 +161,9 @@ def multiply_keys(own: gl.constexpr, form: gl.constexpr, keys, call):
             tma.async_copy_shared_to_global(keys.dv_desc, [b_entry, h, first, 0], out)
     tma.store_wait(0)
     if HOLDS:
-        store_state(keys.final, state, place, own * T, call.scales.out_of, keys.final_strides, W, form, False)
+        encoding.store_state(
+            keys.final, state, place, own * encoding.BLOCK_T, call.scales.out_of, keys.final_strides, W, form, False
+        )
 
 
 @gluon.jit
@@ -177,7 +172,7 @@ def hopper_key_kernel(
     offset: gl.int32, scales: StateScales, sizes: LinearSizes,
     initial_strides: StateStrides, final_strides: StateStrides, form: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values of a chunk of a head, from its end to its start.
+    """Computes the gradients of keys and values of a chunk of a head, from its end to its start.
 
     ``initial`` and ``final`` are gradients of the states behind and before the chunk.
     """
@@ -186,17 +181,21 @@ def hopper_key_kernel(
     ENCODES: gl.constexpr = form.KIND != "none" or form.DECAY != "none"
     place = locate(offsets, cu_seqlens, offset, sizes)
     descs = (q_desc, k_desc, v_desc, grad_desc)
-    ring = new_tiles(descs, KEY_STAGES, 2)
-    encoded = new_encoded(KEY_STAGES, W, dtype, form)
+    ring = encoding.allocate_ring(descs, encoding.KEY_STAGES, 2)
+    encoded = encoding.allocate_encoded(encoding.KEY_STAGES, W, dtype, form)
     state_tile = gl.allocate_shared_memory(dtype, [W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
-    outs = gl.allocate_shared_memory(dtype, [2, 1, 1, T, W], dk_desc.layout)
+    outs = gl.allocate_shared_memory(dtype, [2, 1, 1, encoding.BLOCK_T, W], dk_desc.layout)
     state_full, state_read = barriers(1), barriers(1)
-    mbarrier.init(state_full.index(0), count=W // T)
+    mbarrier.init(state_full.index(0), count=W // encoding.BLOCK_T)
     mbarrier.init(state_read.index(0), count=2)
-    tiles = gl.maximum(place.last - place.first + T - 1, 0) // T
-    angles = load_angles(theta, place, sizes, W, (STRIDE, part_rows(W, form.ENCODERS)), form)
-    of_head = decay_of_head(decay, place, sizes, form)
-    call = ChunkCall(angles, place, decay_of_tokens(decay, place, sizes, form), of_head, sizes, tiles, scales)
+    tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
+    angles = encoding.load_angles(
+        theta, place, sizes, W, (encoding.STRIDE, encoding.part_rows(W, form.ENCODERS)), form
+    )
+    of_head = encoding.load_head_decay(decay, place, sizes, form)
+    call = encoding.ChunkCall(
+        angles, place, encoding.point_to_decays(decay, place, sizes, form), of_head, sizes, tiles, scales
+    )
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
         initial_strides, final_strides,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from warploom.ops.linear_attention.call import PLACES, LinearCall
-from warploom.ops.linear_attention.configs import HOPPER, PARTS, SUMS
+from warploom.ops.linear_attention.configs import encoder_of
 from warploom.ops.linear_attention.hopper.cosine import hopper_cosine_kernel
-from warploom.ops.linear_attention.hopper.encoding import Form, T
+from warploom.ops.linear_attention.hopper.encoding import BLOCK_T, Form
 from warploom.ops.linear_attention.hopper.keys import hopper_key_kernel
 from warploom.ops.linear_attention.hopper.parts import hopper_parts_kernel
 from warploom.ops.linear_attention.hopper.product import hopper_product_kernel
@@ -19,7 +19,7 @@ from warploom.runtime.launch import INTERPRETED, Dense, Launch, TmaTile, archite
 
 Tensor = torch.Tensor
 
-TOKENS = T.value
+TOKENS = BLOCK_T.value
 """Tokens of a tile."""
 
 WIDTHS = (64, 128)
@@ -27,7 +27,7 @@ WIDTHS = (64, 128)
 
 
 def suits(call: LinearCall, *tensors: Tensor) -> bool:
-    """Whether the kernels take a call with these tensors, apart from their addresses: products if it is causal."""
+    """Returns whether the kernels take a call with these tensors, apart from their addresses: products if it is causal."""
     q = call.inputs.q
     if INTERPRETED or architecture(q.device) != 90 or call.inputs.cu_seqlens is not None:
         return False
@@ -109,7 +109,7 @@ def _boxes(x: Tensor) -> TmaTile:
 def _form(call: LinearCall, kernel: str, turns: bool = True) -> Form:
     """Returns what a kernel is compiled for."""
     theta, decay = call.inputs.theta, call.decay
-    encoder = {"parts": PARTS, "sums": SUMS}.get(kernel) or HOPPER[decay][kernel]
+    encoder = encoder_of(kernel, decay)
     if kernel == "parts" and decay == "head":  # which it treats as decays of tokens
         decay = "token"
     groups = 2 if kernel == "decoded" and turns else 1  # elsewhere features of φ keep their order

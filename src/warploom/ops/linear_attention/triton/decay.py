@@ -15,25 +15,7 @@ import triton.language as tl
 
 from warploom.device.product import dot
 from warploom.device.rows import Strides
-from warploom.ops.linear_attention.triton.tiles import (
-    LinearSizes,
-    StateStrides,
-    carry,
-    encode,
-    load_pieces,
-    load_plain,
-    load_state,
-    load_steps,
-    locate,
-    power,
-    row_pointers,
-    score,
-    tail_of,
-    tile_decays,
-    turn_from,
-    turn_within,
-    weigh_pairs,
-)
+from warploom.ops.linear_attention.triton import tiles
 
 
 class DecayStrides(NamedTuple):
@@ -43,63 +25,69 @@ class DecayStrides(NamedTuple):
     k: Strides
     v: Strides
     grad: Strides
-    states: StateStrides
+    states: tiles.StateStrides
 
 
 @triton.jit
 def decay_kernel(
     q, k, v, grad, states, grad_states, out, theta, offsets, cu_seqlens, decay, offset: tl.int32, scale: tl.float32,
-    sizes: LinearSizes, strides: DecayStrides, spec: tl.constexpr, config: tl.constexpr, BY_HEAD: tl.constexpr,
+    sizes: tiles.LinearSizes, strides: DecayStrides, spec: tl.constexpr, config: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the decays of a chunk: of every token to out (B, N, H), or ``BY_HEAD`` their sum to (slots, H).
+    """Computes the gradient of the decays of a chunk: of every token to out (B, N, H), or ``BY_HEAD`` their sum to (slots, H).
 
     ``states`` (slots, H, F, E) are those before the chunks, and ``grad_states`` the gradients of those behind them,
     over the scale.
     """
     HALF: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 16
-    place = locate(offsets, cu_seqlens, offset, sizes)
-    steps = load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
+    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
+    steps = tiles.load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
     t = tl.arange(0, config.BLOCK_T)
     n = place.first + t
     mask = n < place.last
-    q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
-    k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
-    v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
-    grad_rows = row_pointers(grad, n, place, strides.grad, spec.VEC)
-    turns = turn_from(place.first, place, steps, turn_within(steps, config, HALF), HALF)
-    queries = encode(load_pieces(q_rows, mask, strides.q, 0, config.PIECES, spec, config), turns, 0, spec, config)
-    keys = encode(load_pieces(k_rows, mask, strides.k, 0, config.PIECES, spec, config), turns, 0, spec, config)
-    a, until_end, total, parts = tile_decays(decay, place.first, place.last, place, sizes, config)
+    q_rows = tiles.row_pointers(q, n, place, strides.q, spec.VEC)
+    k_rows = tiles.row_pointers(k, n, place, strides.k, spec.VEC)
+    v_rows = tiles.row_pointers(v, n, place, strides.v, spec.VEC)
+    grad_rows = tiles.row_pointers(grad, n, place, strides.grad, spec.VEC)
+    turns = tiles.cos_sin_from(place.first, place, steps, tiles.cos_sin_within(steps, config, HALF), HALF)
+    queries = tiles.encode(
+        tiles.load_pieces(q_rows, mask, strides.q, 0, config.PIECES, spec, config), turns, 0, spec, config
+    )
+    keys = tiles.encode(
+        tiles.load_pieces(k_rows, mask, strides.k, 0, config.PIECES, spec, config), turns, 0, spec, config
+    )
+    a, until_end, total, parts = tiles.sum_tile_decays(decay, place.first, place.last, place, sizes, config)
     of_values = tl.zeros((config.BLOCK_T, config.BLOCK_T), tl.float32)
     of_queries = tl.zeros((config.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((config.BLOCK_T,), tl.float32)
     across = 0.0
     for first_e in range(0, config.E, config.BLOCK_E):
-        values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        grads = load_plain(grad_rows, mask, strides.grad, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        before = load_state(states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
-        behind = load_state(grad_states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
+        values = tiles.load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        grads = tiles.load_plain(grad_rows, mask, strides.grad, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        before = tiles.load_state(states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
+        behind = tiles.load_state(
+            grad_states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False
+        )
         of_values = dot(grads[0], tl.trans(values[0]), of_values)
-        of_queries += tl.sum(carry(queries, before, 1)[0] * grads[0].to(tl.float32), axis=1)
-        of_keys += tl.sum(carry(keys, behind, 1)[0] * values[0].to(tl.float32), axis=1)
+        of_queries += tl.sum(tiles.apply_state(queries, before, 1)[0] * grads[0].to(tl.float32), axis=1)
+        of_keys += tl.sum(tiles.apply_state(keys, behind, 1)[0] * values[0].to(tl.float32), axis=1)
         for p in tl.static_range(len(before)):
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
-    pairs = weigh_pairs(score(queries, keys), parts, config, False, HALF) * of_values
-    of_queries *= power(a, HALF)
-    of_keys *= power(until_end, HALF)
+    pairs = tiles.decay_scores(tiles.score_pairs(queries, keys), parts, config, False, HALF) * of_values
+    of_queries *= tiles.exp(a, HALF)
+    of_keys *= tiles.exp(until_end, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
     spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
     until_here = tl.sum(
         tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0
     )  # of the token before
     from_here = tl.sum(tl.where(t[:, None] >= t[None, :], of_queries[:, None], 0.0), axis=0)
-    result = (until_here + from_here + across * power(total, HALF)) * scale
+    result = (until_here + from_here + across * tiles.exp(total, HALF)) * scale
     if BY_HEAD:
         tl.store(out + place.slot * sizes.heads + place.h, tl.sum(tl.where(mask, result, 0.0), axis=0))
     else:
         if cu_seqlens is not None:
             result = tl.where(mask, result, 0.0)
-            start, end = tail_of(place, sizes)
+            start, end = tiles.find_tail(place, sizes)
             mask = mask | ((n >= start) & (n < end))
         row = place.b * sizes.tokens + (place.start + n)
         tl.store(out + row * sizes.heads + place.h, result, mask=mask)

@@ -74,7 +74,7 @@ def scales_of(call: LinearCall, initial: State, reverse: bool) -> StateScales:
 
 
 def is_wide(call: LinearCall) -> bool:
-    """Whether gradients of encoded rows are made with pieces of `WIDE_PIECE`."""
+    """Returns whether gradients of encoded rows are made with pieces of `WIDE_PIECE`."""
     return call.half and call.values <= WIDE_PIECE and architecture(call.inputs.q.device) >= 90
 
 

@@ -16,32 +16,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.rows import Strides
-from warploom.ops.linear_attention.triton.tiles import (
-    LinearSizes,
-    StateScales,
-    StateStrides,
-    advance,
-    carry,
-    carry_loaded,
-    clear_tail,
-    encode,
-    load_pieces,
-    load_plain,
-    load_state,
-    load_steps,
-    locate,
-    power,
-    rounded_times,
-    row_pointers,
-    score,
-    store_decoded,
-    store_plain,
-    store_state,
-    tile_decays,
-    turn_from,
-    turn_within,
-    weigh_pairs,
-)
+from warploom.ops.linear_attention.triton import tiles
 from warploom.ops.lrpe.triton.rows import load_input
 
 
@@ -53,8 +28,8 @@ class ProductStrides(NamedTuple):
     c: Strides
     x: Strides
     out: Strides
-    initial: StateStrides
-    final: StateStrides
+    initial: tiles.StateStrides
+    final: tiles.StateStrides
 
 
 class ProductConfig(NamedTuple):
@@ -68,10 +43,10 @@ class ProductConfig(NamedTuple):
 @triton.jit
 def product_kernel(
     a, b, c, x, out, initial, final, partial, theta, offsets, cu_seqlens, decay, offset: tl.int32,
-    scales: StateScales, sizes: LinearSizes, strides: ProductStrides, spec: tl.constexpr, config: tl.constexpr,
+    scales: tiles.StateScales, sizes: tiles.LinearSizes, strides: ProductStrides, spec: tl.constexpr, config: tl.constexpr,
     product: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of ``out`` (B, N, H, features) for a chunk of a head.
+    """Computes a block of columns of ``out`` (B, N, H, features) for a chunk of a head.
 
     ``a`` and ``b`` are encoded and ``c`` is not, or the other way round if ``DECODED``: then ``out`` is the gradient
     of ``x``, which was encoded as ``c`` is. ``initial`` and ``final`` are states (slots, H, F, E) before and behind all
@@ -85,88 +60,96 @@ def product_kernel(
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and config.KIND != "none" else 1
     READS_X: tl.constexpr = DECODED and (THETA or config.ACTIVATION != "none")
-    place = locate(offsets, cu_seqlens, offset, sizes)
+    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
     first_e = 0 if DECODED else place.column * config.BLOCK_E
     first_f = place.column * config.BLOCK_F if DECODED else 0
-    steps = load_steps(theta, place, first_f, 1 if DECODED else config.PIECES, sizes, spec, config)
-    within = turn_within(steps, config, HALF and not THETA)
+    steps = tiles.load_steps(theta, place, first_f, 1 if DECODED else config.PIECES, sizes, spec, config)
+    within = tiles.cos_sin_within(steps, config, HALF and not THETA)
     index = place.slot if config.CAUSAL else place.sequence
     if not product.LOADED:
-        state = load_state(initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED)
+        state = tiles.load_state(
+            initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED
+        )
     theta_sum = tl.zeros((config.BLOCK_F,), tl.float64)
-    tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
-    for tile in range(tiles):
-        first = place.first + (tiles - 1 - tile if REVERSE else tile) * config.BLOCK_T
+    count = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
+    for tile in range(count):
+        first = place.first + (count - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        a_rows = row_pointers(a, n, place, strides.a, spec.VEC)
-        out_rows = row_pointers(out, n, place, strides.out, spec.VEC)
+        a_rows = tiles.row_pointers(a, n, place, strides.a, spec.VEC)
+        out_rows = tiles.row_pointers(out, n, place, strides.out, spec.VEC)
         if DECODED:
-            rows = load_plain(a_rows, mask, strides.a, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+            rows = tiles.load_plain(a_rows, mask, strides.a, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
         else:
-            rows = load_pieces(a_rows, mask, strides.a, 0, config.PIECES, spec, config)
+            rows = tiles.load_pieces(a_rows, mask, strides.a, 0, config.PIECES, spec, config)
         if config.CAUSAL:
-            b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
-            c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
+            b_rows = tiles.row_pointers(b, n, place, strides.b, spec.VEC)
+            c_rows = tiles.row_pointers(c, n, place, strides.c, spec.VEC)
             if DECODED:
-                others = load_plain(b_rows, mask, strides.b, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
-                values = load_pieces(c_rows, mask, strides.c, first_f, 1, spec, config)
+                others = tiles.load_plain(
+                    b_rows, mask, strides.b, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT
+                )
+                values = tiles.load_pieces(c_rows, mask, strides.c, first_f, 1, spec, config)
             else:
-                others = load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
-                values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+                others = tiles.load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
+                values = tiles.load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         original = (rows[0], rows[0])
         if READS_X:
-            x_rows = row_pointers(x, n, place, strides.x, spec.VEC)
+            x_rows = tiles.row_pointers(x, n, place, strides.x, spec.VEC)
             original = load_input(x_rows, mask, strides.x.f, first_f, spec, config.BLOCK_F)
-        turns = turn_from(first, place, steps, within, HALF and not THETA)
+        turns = tiles.cos_sin_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
-            rows = encode(rows, turns, 0, spec, config)
+            rows = tiles.encode(rows, turns, 0, spec, config)
         if product.LOADED:
-            results = carry_loaded(
+            results = tiles.apply_loaded_state(
                 rows, initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED,
                 RESULTS,
             )  # fmt: skip
         else:
-            results = carry(rows, state, RESULTS)
+            results = tiles.apply_state(rows, state, RESULTS)
         if config.CAUSAL:
             if DECODED:
-                values = encode(values, turns, first_f, spec, config)
+                values = tiles.encode(values, turns, first_f, spec, config)
             else:
-                others = encode(others, turns, 0, spec, config)
-            sums, behind, total, parts = tile_decays(decay, first, place.last, place, sizes, config)
-            before = power(sums, HALF)
-            behind = power(behind, HALF)
-            pairs = weigh_pairs(score(rows, others), parts, config, REVERSE, HALF)
+                others = tiles.encode(others, turns, 0, spec, config)
+            sums, behind, total, parts = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
+            before = tiles.exp(sums, HALF)
+            behind = tiles.exp(behind, HALF)
+            pairs = tiles.decay_scores(tiles.score_pairs(rows, others), parts, config, REVERSE, HALF)
             whole = ()
             for p in tl.static_range(RESULTS):
                 one = results[p]
                 if config.DECAY != "none":
                     one *= (behind if REVERSE else before)[:, None]
-                whole = whole + (rounded_times(pairs, values[p], one) * scale,)
-            state = advance(state, others, values, before if REVERSE else behind, total, config, HALF)
+                whole = whole + (tiles.multiply_rounding_left(pairs, values[p], one) * scale,)
+            state = tiles.update_state(state, others, values, before if REVERSE else behind, total, config, HALF)
         else:
             whole = ()
             for p in tl.static_range(RESULTS):
                 whole = whole + (results[p] * scale,)
         if DECODED:
-            dphi = store_decoded(out_rows, whole, original, turns, mask, strides.out, first_f, spec, config, THETA)
+            dphi = tiles.store_input_gradient(
+                out_rows, whole, original, turns, mask, strides.out, first_f, spec, config, THETA
+            )
             if THETA:
                 t = tl.arange(0, config.BLOCK_T).to(tl.float32)
                 at_first = first.to(tl.float64) + place.position.to(tl.float64)
                 at_first *= tl.sum(dphi, axis=0).to(tl.float64)
                 theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
         else:
-            store_plain(out_rows, whole[0], mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
+            tiles.store_plain(out_rows, whole[0], mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
     if cu_seqlens is not None:
         if DECODED:
             BOTH: tl.constexpr = 1 if spec.KIND == "cosine" else 2  # features of an angle
-            clear_tail(
+            tiles.zero_rows_past_end(
                 out, place, sizes, strides.out, first_f * BOTH, spec.F * BOTH, config.BLOCK_F * BOTH, spec, config
             )
         else:
-            clear_tail(out, place, sizes, strides.out, first_e, config.E, config.BLOCK_E, spec, config)
+            tiles.zero_rows_past_end(
+                out, place, sizes, strides.out, first_e, config.E, config.BLOCK_E, spec, config
+            )
     if final is not None:
-        store_state(
+        tiles.store_state(
             final, state, place.slot, place.h, first_f, first_e, out_of, strides.final, spec, config, DECODED
         )
     if THETA:

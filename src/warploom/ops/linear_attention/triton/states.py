@@ -14,23 +14,7 @@ import triton.language as tl
 
 from warploom.device.activations import exponential_float32
 from warploom.device.rows import Strides
-from warploom.ops.linear_attention.triton.tiles import (
-    LinearSizes,
-    StateStrides,
-    advance,
-    encode,
-    load_pieces,
-    load_plain,
-    load_state,
-    load_steps,
-    locate,
-    power,
-    row_pointers,
-    store_state,
-    tile_decays,
-    turn_from,
-    turn_within,
-)
+from warploom.ops.linear_attention.triton import tiles
 
 
 class SumsStrides(NamedTuple):
@@ -38,51 +22,51 @@ class SumsStrides(NamedTuple):
 
     b: Strides
     c: Strides
-    states: StateStrides
+    states: tiles.StateStrides
 
 
 @triton.jit
 def sums_kernel(
-    b, c, states, totals, theta, offsets, cu_seqlens, decay, offset: tl.int32, sizes: LinearSizes, strides: SumsStrides, spec: tl.constexpr, config: tl.constexpr,
+    b, c, states, totals, theta, offsets, cu_seqlens, decay, offset: tl.int32, sizes: tiles.LinearSizes, strides: SumsStrides, spec: tl.constexpr, config: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of a chunk, a block of its columns: from b (B, N, H, D) and c (B, N, H, E) to states (slots, H, F, E).
+    """Computes the sum of a chunk, a block of its columns: from b (B, N, H, D) and c (B, N, H, E) to states (slots, H, F, E).
 
     ``totals`` (slots, H) are the sums of the chunks' logarithms of decays.
     """
     HALF: tl.constexpr = b.dtype.element_ty.primitive_bitwidth == 16
-    place = locate(offsets, cu_seqlens, offset, sizes)
+    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
     first_e = place.column * config.BLOCK_E
-    steps = load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
-    within = turn_within(steps, config, HALF)
-    state = load_state(None, 0, 0, 0, first_e, 1.0, strides.states, spec, config, False)
+    steps = tiles.load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
+    within = tiles.cos_sin_within(steps, config, HALF)
+    state = tiles.load_state(None, 0, 0, 0, first_e, 1.0, strides.states, spec, config, False)
     chunk_total = 0.0
-    tiles = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
-    for tile in range(tiles):
-        first = place.first + (tiles - 1 - tile if REVERSE else tile) * config.BLOCK_T
+    count = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
+    for tile in range(count):
+        first = place.first + (count - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
-        c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
-        x = load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
-        values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        encoded = encode(x, turn_from(first, place, steps, within, HALF), 0, spec, config)
-        a, behind, total, _ = tile_decays(decay, first, place.last, place, sizes, config)
-        weights = power(a if REVERSE else behind, HALF)
-        state = advance(state, encoded, values, weights, total, config, HALF)
+        b_rows = tiles.row_pointers(b, n, place, strides.b, spec.VEC)
+        c_rows = tiles.row_pointers(c, n, place, strides.c, spec.VEC)
+        x = tiles.load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
+        values = tiles.load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        encoded = tiles.encode(x, tiles.cos_sin_from(first, place, steps, within, HALF), 0, spec, config)
+        a, behind, total, _ = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
+        weights = tiles.exp(a if REVERSE else behind, HALF)
+        state = tiles.update_state(state, encoded, values, weights, total, config, HALF)
         chunk_total += total
-    store_state(states, state, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
+    tiles.store_state(states, state, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
     if totals is not None and place.column == 0:
         tl.store(totals + place.slot * sizes.heads + place.h, chunk_total)
 
 
 @triton.jit
 def scan_kernel(
-    states, totals, initial, final, cu_seqlens, sizes: LinearSizes, initial_strides: StateStrides,
-    final_strides: StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
+    states, totals, initial, final, cu_seqlens, sizes: tiles.LinearSizes, initial_strides: tiles.StateStrides,
+    final_strides: tiles.StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Hand states (slots, H, F, E) over from chunk to chunk of a sequence, in place: a block of one head's numbers.
+    """Hands states (slots, H, F, E) over from chunk to chunk of a sequence, in place: a block of one head's numbers.
 
     ``initial`` and ``final`` (S, H, F, E) are the state before the first chunk and behind the last, or the other way
     round if ``REVERSE``; one is multiplied by ``into``, the other by ``out_of``.

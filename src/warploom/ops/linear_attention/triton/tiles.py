@@ -20,8 +20,8 @@ from warploom.device.activations import activate, exponential, exponential_float
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
 from warploom.device.product import dot, rounded
-from warploom.ops.lrpe.triton.backward import turn_backward
-from warploom.ops.lrpe.triton.forward import turn
+from warploom.ops.lrpe.triton.backward import rotate_backward
+from warploom.ops.lrpe.triton.forward import rotate
 from warploom.ops.lrpe.triton.rows import load_input, store_input
 
 FORGETS = tl.constexpr(-104.0)
@@ -29,7 +29,7 @@ FORGETS = tl.constexpr(-104.0)
 
 
 class StateStrides(NamedTuple):
-    """Of a state (S, H, F, E). All but that of ``e`` come divided by `LinearConfig.STATE_VEC`."""
+    """Strides of a state (S, H, F, E). All but that of ``e`` come divided by `LinearConfig.STATE_VEC`."""
 
     s: tl.int64
     h: tl.int64
@@ -38,7 +38,7 @@ class StateStrides(NamedTuple):
 
 
 class LinearSizes(NamedTuple):
-    """Of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
+    """Sizes of a call and of its chunks. Every number is a run-time value: none of them ever causes a compilation."""
 
     tokens: tl.int32  # of a batch entry
     heads: tl.int32
@@ -56,7 +56,7 @@ class LinearSizes(NamedTuple):
 
 
 class StateScales(NamedTuple):
-    """Of what a product reads and writes."""
+    """Factors of what a product reads and writes."""
 
     scale: tl.float32  # of results
     into: tl.float32  # of the state before it
@@ -64,7 +64,7 @@ class StateScales(NamedTuple):
 
 
 class LinearConfig(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time choices of a kernel."""
 
     KIND: tl.constexpr  # none, rotate, interleaved or cosine
     ACTIVATION: tl.constexpr
@@ -99,7 +99,7 @@ class ChunkPlace(NamedTuple):
 
 @triton.jit
 def locate(offsets, cu_seqlens, offset, sizes):
-    """This program's place. Blocks of columns, which read the same rows, lie next to each other, then heads."""
+    """Returns this program's place. Blocks of columns, which read the same rows, lie next to each other, then heads."""
     program = tl.program_id(0)
     column = program % sizes.columns
     program = program // sizes.columns
@@ -124,8 +124,8 @@ def locate(offsets, cu_seqlens, offset, sizes):
 
 
 @triton.jit
-def tail_of(place, sizes):
-    """The first and last token, within the sequence, of the chunk's rows that lie behind all packed sequences.
+def find_tail(place, sizes):
+    """Returns the first and last token, within the sequence, of the chunk's rows that lie behind all packed sequences.
 
     The last sequence has the chunks from its first token to the end of all rows: see `warploom.device.packed`.
     """
@@ -136,7 +136,7 @@ def tail_of(place, sizes):
 
 @triton.jit
 def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
-    """Pointers (T, 1) to feature 0 of the tokens ``n`` of the place's sequence, in 64 bits."""
+    """Returns pointers (T, 1) to feature 0 of the tokens ``n`` of the place's sequence, in 64 bits."""
     head = ptr + (place.b * (strides.b * VEC) + place.h * (strides.h * VEC))
     return head + ((place.start + n).to(tl.int64) * (strides.n * VEC))[:, None]
 
@@ -145,7 +145,7 @@ def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
 def load_plain(
     rows, mask, strides, first, PIECES: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """The features from ``first`` on, in tiles (T, BLOCK)."""
+    """Returns the features from ``first`` on, in tiles (T, BLOCK)."""
     found = ()
     for i in tl.static_range(PIECES):
         f = first + i * BLOCK + tl.arange(0, BLOCK)
@@ -156,19 +156,19 @@ def load_plain(
 
 @triton.jit
 def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """The inverse of `load_plain`, of one tile."""
+    """Stores what `load_plain` loads, of one tile."""
     f = first + tl.arange(0, BLOCK)
     ptrs = rows + (f if UNIT else f * strides.f)[None, :]
     tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
 
 
 @triton.jit
-def clear_tail(
+def zero_rows_past_end(
     out, place, sizes, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Store zeros in the rows of `tail_of`, in BLOCK features from ``first`` on."""
-    start, end = tail_of(place, sizes)
+    """Stores zeros in the rows of `find_tail`, in BLOCK features from ``first`` on."""
+    start, end = find_tail(place, sizes)
     for begin in range(start, end, config.BLOCK_T):
         n = begin + tl.arange(0, config.BLOCK_T)
         rows = row_pointers(out, n, place, strides, spec.VEC)
@@ -183,7 +183,7 @@ def clear_tail(
 
 @triton.jit
 def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.constexpr, config: tl.constexpr):
-    """Phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
+    """Returns phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
     steps = ()
     if config.KIND != "none":
         for i in tl.static_range(PIECES):
@@ -194,8 +194,8 @@ def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.conste
 
 
 @triton.jit
-def turn_within(steps, config: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
+def cos_sin_within(steps, config: tl.constexpr, HALF: tl.constexpr):
+    """Returns cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
     turns = ()
     for i in tl.static_range(len(steps)):
         whole, rest, unit = steps[i]
@@ -204,8 +204,8 @@ def turn_within(steps, config: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def turn_from(first, place, steps, within, HALF: tl.constexpr):
-    """Cosines and sines of the tile whose first token is ``first``: its angle is added to those of `turn_within`."""
+def cos_sin_from(first, place, steps, within, HALF: tl.constexpr):
+    """Returns cosines and sines of the tile whose first token is ``first``: its angle is added to those of `cos_sin_within`."""
     turns = ()
     position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
     for i in tl.static_range(len(steps)):
@@ -220,7 +220,7 @@ def turn_from(first, place, steps, within, HALF: tl.constexpr):
 def load_pieces(
     rows, mask, strides, first, PIECES: tl.constexpr, spec: tl.constexpr, config: tl.constexpr
 ):  # fmt: skip
-    """What is to be encoded, from angle ``first`` on: of every piece its features (T, F), or both of its pairs."""
+    """Returns what is to be encoded, from angle ``first`` on: of every piece its features (T, F), or both of its pairs."""
     found = ()
     for i in tl.static_range(PIECES):
         one, two = load_input(rows, mask, strides.f, first + i * config.BLOCK_F, spec, config.BLOCK_F)
@@ -232,8 +232,8 @@ def load_pieces(
 
 
 @triton.jit
-def softmax_of(x, first, spec: tl.constexpr, config: tl.constexpr):
-    """Softmax over the features of all tiles of `load_pieces`."""
+def softmax_features(x, first, spec: tl.constexpr, config: tl.constexpr):
+    """Returns softmax over the features of all tiles of `load_pieces`."""
     MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
     top = tl.full((config.BLOCK_T, 1), float("-inf"), tl.float32)
     masked = ()
@@ -256,11 +256,11 @@ def softmax_of(x, first, spec: tl.constexpr, config: tl.constexpr):
 
 
 @triton.jit
-def activated(x, first, spec: tl.constexpr, config: tl.constexpr):
-    """Tiles of `load_pieces` behind their activation, in float32; zero where there are no features."""
+def activate_pieces(x, first, spec: tl.constexpr, config: tl.constexpr):
+    """Returns tiles of `load_pieces` behind their activation, in float32; zero where there are no features."""
     found = ()
     if config.ACTIVATION == "softmax":
-        found = softmax_of(x, first, spec, config)
+        found = softmax_features(x, first, spec, config)
     else:
         MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
         for i in tl.static_range(len(x)):
@@ -274,13 +274,13 @@ def activated(x, first, spec: tl.constexpr, config: tl.constexpr):
 
 @triton.jit
 def encode(x, turns, first, spec: tl.constexpr, config: tl.constexpr):
-    """``φ`` of the tiles of `load_pieces`, in the dtype of memory: of every piece its parts (T, F)."""
+    """Returns ``φ`` of the tiles of `load_pieces`, in the dtype of memory: of every piece its parts (T, F)."""
     dtype: tl.constexpr = x[0].dtype
     found = ()
     if config.KIND == "none" and config.ACTIVATION == "none":
         found = x
     else:
-        y = activated(x, first, spec, config)
+        y = activate_pieces(x, first, spec, config)
         if config.KIND == "none":
             for i in tl.static_range(len(y)):
                 found = found + (rounded(y[i], dtype),)
@@ -288,16 +288,16 @@ def encode(x, turns, first, spec: tl.constexpr, config: tl.constexpr):
             MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
             for i in tl.static_range(len(turns)):
                 cosine, sine = turns[i]
-                one, two = turn(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
+                one, two = rotate(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
                 found = found + (rounded(one, dtype), rounded(two, dtype))
     return found
 
 
 @triton.jit
-def store_decoded(
+def store_input_gradient(
     rows, grads, x, turns, mask, strides, first, spec: tl.constexpr, config: tl.constexpr, THETA: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a tile from those of its parts, float32; return that of its angles (T, F)."""
+    """Stores the gradient of a tile from those of its parts, float32; returns that of its angles (T, F)."""
     if config.KIND == "none":
         if config.ACTIVATION == "none":
             d1 = grads[0]
@@ -305,7 +305,7 @@ def store_decoded(
             one = tl.full(grads[0].shape, 1.0, tl.float32)
             zero = tl.zeros(grads[0].shape, tl.float32)
             x1 = x[0].to(tl.float32)
-            d1, _, _ = turn_backward(
+            d1, _, _ = rotate_backward(
                 x1, x1, grads[0], zero, one, zero, spec, config.ACTIVATION, False, config.BLOCK_F
             )
         d2 = d1
@@ -317,7 +317,7 @@ def store_decoded(
         if config.ACTIVATION != "none" or THETA:
             x1 = x1.to(tl.float32)
             x2 = x2.to(tl.float32)
-        d1, d2, dphi = turn_backward(
+        d1, d2, dphi = rotate_backward(
             x1, x2, grads[0], grads[1], cosine, sine, spec, config.ACTIVATION, THETA, config.BLOCK_F
         )
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -331,8 +331,8 @@ def store_decoded(
 
 
 @triton.jit
-def power(x, HALF: tl.constexpr):
-    """eˣ, to float32's accuracy unless results are rounded to 16 bits."""
+def exp(x, HALF: tl.constexpr):
+    """Returns eˣ, to float32's accuracy unless results are rounded to 16 bits."""
     if HALF:
         y = exponential(x)
     else:
@@ -341,14 +341,14 @@ def power(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def bounded(g):
-    """The logarithm of a decay, from `FORGETS` on: below it eˣ is 0 in float32 anyway, and sums stay small. NaN stays."""
+def clamp_decay(g):
+    """Returns the logarithm of a decay, from `FORGETS` on: below it eˣ is 0 in float32 anyway, and sums stay small. NaN stays."""
     return tl.where(g < FORGETS, FORGETS, g)
 
 
 @triton.jit
-def tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
-    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it; of all; and `decay_parts`.
+def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
+    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it; of all; and `split_decays`.
 
     The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
     """
@@ -360,7 +360,7 @@ def tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
         total = 0.0
         parts = (a,)
     elif config.DECAY == "head":
-        g = bounded(tl.load(decay + place.h * sizes.decay_h).to(tl.float32))
+        g = clamp_decay(tl.load(decay + place.h * sizes.decay_h).to(tl.float32))
         count = tl.minimum(count, config.BLOCK_T).to(tl.float32)
         until = tl.minimum((t + 1).to(tl.float32), count)
         a = g * until
@@ -370,18 +370,18 @@ def tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
     else:
         n = (place.start + first + t).to(tl.int64)
         ptrs = decay + place.b * sizes.decay_b + n * sizes.decay_n + place.h * sizes.decay_h
-        g = bounded(tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32))
-        parts = decay_parts(g)
+        g = clamp_decay(tl.load(ptrs, mask=t < count, other=0.0).to(tl.float32))
+        parts = split_decays(g)
         a = parts[0] + parts[1]
         within = t + 1 < tl.minimum(count, config.BLOCK_T)
-        next_one = bounded(tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32))
+        next_one = clamp_decay(tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32))
         behind = tl.cumsum(next_one, axis=0, reverse=True)
         total = tl.sum(g, axis=0)
     return a, behind, total, parts
 
 
 @triton.jit
-def decay_parts(g):
+def split_decays(g):
     """Sums (T,) of the whole numbers in logarithms of decays up to and with each token, and of what these leave.
 
     The first are exact. So are their differences: strong decays leave no rounding in the sums of the weak ones behind
@@ -392,7 +392,7 @@ def decay_parts(g):
 
 
 @triton.jit
-def decays_between(parts, REVERSE: tl.constexpr):
+def form_decays_between(parts, REVERSE: tl.constexpr):
     """Sums (T, T) of logarithms of decays from the column's token to the row's, or the other way if ``REVERSE``."""
     between = parts[0][None, :] - parts[0][:, None] if REVERSE else parts[0][:, None] - parts[0][None, :]
     if len(parts) > 1:
@@ -401,8 +401,8 @@ def decays_between(parts, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def weigh_pairs(scores, parts, config: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
-    """Scores (T, T) of pairs of a tile, times the decay between them; zero where the row's token sees not the column's.
+def decay_scores(scores, parts, config: tl.constexpr, REVERSE: tl.constexpr, HALF: tl.constexpr):
+    """Returns scores (T, T) of pairs of a tile, times the decay between them; zero where the row's token sees not the column's.
 
     A token sees those before it and itself, or if ``REVERSE`` those behind it.
     """
@@ -412,13 +412,13 @@ def weigh_pairs(scores, parts, config: tl.constexpr, REVERSE: tl.constexpr, HALF
     else:
         seen = t[:, None] >= t[None, :]
     if config.DECAY != "none":
-        scores *= power(tl.where(seen, decays_between(parts, REVERSE), 0.0), HALF)
+        scores *= exp(tl.where(seen, form_decays_between(parts, REVERSE), 0.0), HALF)
     return tl.where(seen, scores, 0.0)
 
 
 @triton.jit
-def weigh_rows(x, weights):
-    """A tile, times a weight (T,) for each of its rows, in its dtype."""
+def scale_rows(x, weights):
+    """Returns a tile, times a weight (T,) for each of its rows, in its dtype."""
     return rounded(x.to(tl.float32) * weights[:, None], x.dtype)
 
 
@@ -428,8 +428,8 @@ def weigh_rows(x, weights):
 
 
 @triton.jit
-def size_of(x):
-    """A power of two by which the finite numbers of the tile ``x`` fit float16."""
+def find_scale(x):
+    """Returns a power of two by which the finite numbers of the tile ``x`` fit float16."""
     sizes = tl.abs(x)
     largest = tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1), axis=0)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
@@ -438,10 +438,10 @@ def size_of(x):
 
 
 @triton.jit
-def times_rounded(a, x, acc):
-    """``a · x + acc``, where ``x`` is float32 and is rounded to the dtype of ``a``."""
+def multiply_rounding_right(a, x, acc):
+    """Returns ``a · x + acc``, where ``x`` is float32 and is rounded to the dtype of ``a``."""
     if a.dtype == tl.float16:  # which does not hold every float32
-        size = size_of(x)
+        size = find_scale(x)
         acc += dot(a, rounded(x / size, a.dtype), tl.zeros(acc.shape, tl.float32)) * size
     else:
         acc = dot(a, rounded(x, a.dtype), acc)
@@ -449,10 +449,10 @@ def times_rounded(a, x, acc):
 
 
 @triton.jit
-def rounded_times(x, c, acc):
-    """``x · c + acc``, where ``x`` is float32 and is rounded to the dtype of ``c``."""
+def multiply_rounding_left(x, c, acc):
+    """Returns ``x · c + acc``, where ``x`` is float32 and is rounded to the dtype of ``c``."""
     if c.dtype == tl.float16:
-        size = size_of(x)
+        size = find_scale(x)
         acc += dot(rounded(x / size, c.dtype), c, tl.zeros(acc.shape, tl.float32)) * size
     else:
         acc = dot(rounded(x, c.dtype), c, acc)
@@ -460,8 +460,8 @@ def rounded_times(x, c, acc):
 
 
 @triton.jit
-def score(a, b):
-    """Inner products (T, T) of the rows of two tuples of tiles."""
+def score_pairs(a, b):
+    """Returns inner products (T, T) of the rows of two tuples of tiles."""
     scores = tl.zeros((a[0].shape[0], b[0].shape[0]), tl.float32)
     for i in tl.static_range(len(a)):
         scores = dot(a[i], tl.trans(b[i]), scores)
@@ -469,32 +469,32 @@ def score(a, b):
 
 
 @triton.jit
-def carry(a, state, RESULTS: tl.constexpr):
-    """``a · state`` in float32: of so many results a tile."""
+def apply_state(a, state, RESULTS: tl.constexpr):
+    """Returns ``a · state`` in float32: of so many results a tile."""
     found = ()
     for p in tl.static_range(RESULTS):
         acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
         for i in tl.static_range(len(a)):
-            acc = times_rounded(a[i], state[i * RESULTS + p], acc)
+            acc = multiply_rounding_right(a[i], state[i * RESULTS + p], acc)
         found = found + (acc,)
     return found
 
 
 @triton.jit
-def advance(state, b, c, weights, total, config: tl.constexpr, HALF: tl.constexpr):
-    """The state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens."""
+def update_state(state, b, c, weights, total, config: tl.constexpr, HALF: tl.constexpr):
+    """Returns the state behind a tile: what was there, decayed, and ``bᵀ c`` with weights (T,) of the tokens."""
     decayed = ()
     for p in tl.static_range(len(c)):
         if config.DECAY == "none":
             decayed = decayed + (c[p],)
         else:
-            decayed = decayed + (weigh_rows(c[p], weights),)
+            decayed = decayed + (scale_rows(c[p], weights),)
     found = ()
     for i in tl.static_range(len(b)):
         for p in tl.static_range(len(c)):
             one = state[i * len(c) + p]
             if config.DECAY != "none":
-                one *= power(total, False)
+                one *= exp(total, False)
             found = found + (dot(tl.trans(b[i]), decayed[p], one),)
     return found
 
@@ -505,8 +505,8 @@ def advance(state, b, c, weights, total, config: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
-def state_rows(p: tl.constexpr, first, spec: tl.constexpr, config: tl.constexpr):
-    """Which features (F,) of φ part ``p`` holds from ``first`` on, and which of them there are."""
+def state_features(p: tl.constexpr, first, spec: tl.constexpr, config: tl.constexpr):
+    """Returns which features (F,) of φ part ``p`` holds from ``first`` on, and which of them there are."""
     f = first + tl.arange(0, config.BLOCK_F)
     if config.KIND == "interleaved":
         rows = 2 * f + p
@@ -520,8 +520,8 @@ def state_pointers(
     ptr, index, h, first_f, first_e, p: tl.constexpr, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to part ``p`` of a state, (F, E) or ``TRANSPOSED`` (E, F), and which of them there are."""
-    f, f_mask = state_rows(p, first_f, spec, config)
+    """Returns pointers to part ``p`` of a state, (F, E) or ``TRANSPOSED`` (E, F), and which of them there are."""
+    f, f_mask = state_features(p, first_f, spec, config)
     e = first_e + tl.arange(0, config.BLOCK_E)
     e_mask = e < config.E
     VEC: tl.constexpr = max(config.STATE_VEC, 1)
@@ -542,7 +542,7 @@ def load_state(
     ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a state in float32, times a factor; zeros where there is none.
+    """Returns the tiles of a state in float32, times a factor; zeros where there is none.
 
     They are those of all features of φ by ``BLOCK_E`` of a value from ``first_e`` on, of every piece its parts; or
     ``TRANSPOSED`` those of all features of a value by both parts' ``BLOCK_F`` from ``first_f`` on.
@@ -560,7 +560,7 @@ def load_state_piece(
     ptr, i: tl.constexpr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of piece ``i`` of `load_state`."""
+    """Returns the parts of piece ``i`` of `load_state`."""
     PARTS: tl.constexpr = 1 if config.KIND == "none" else 2
     F_STEP: tl.constexpr = 0 if TRANSPOSED else config.BLOCK_F
     E_STEP: tl.constexpr = config.BLOCK_E if TRANSPOSED else 0
@@ -581,11 +581,11 @@ def load_state_piece(
 
 
 @triton.jit
-def carry_loaded(
+def apply_loaded_state(
     a, ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr, RESULTS: tl.constexpr,
 ):  # fmt: skip
-    """`carry` with a state that is loaded piece by piece, and of which no more is held."""
+    """Returns `apply_state` with a state that is loaded piece by piece, and of which no more is held."""
     ROWS: tl.constexpr = len(a) // config.PIECES
     found = ()
     for _p in tl.static_range(RESULTS):
@@ -597,7 +597,7 @@ def carry_loaded(
         for p in tl.static_range(RESULTS):
             acc = found[p]
             for j in tl.static_range(ROWS):
-                acc = times_rounded(a[i * ROWS + j], piece[j * RESULTS + p], acc)
+                acc = multiply_rounding_right(a[i * ROWS + j], piece[j * RESULTS + p], acc)
             whole = whole + (acc,)
         found = whole
     return found
@@ -608,7 +608,7 @@ def store_state(
     ptr, state, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_state`."""
+    """Stores what `load_state` loads."""
     PARTS: tl.constexpr = 1 if config.KIND == "none" else 2
     F_STEP: tl.constexpr = 0 if TRANSPOSED else config.BLOCK_F
     E_STEP: tl.constexpr = config.BLOCK_E if TRANSPOSED else 0

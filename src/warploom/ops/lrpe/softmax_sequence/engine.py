@@ -22,7 +22,7 @@ _REGISTERS = 65_536  # of a multiprocessor of any GPU
 
 
 class SequencePlan(NamedTuple):
-    """What a call allocates and launches."""
+    """Plan of a call: what it allocates and launches."""
 
     result: Dense
     statistics: Dense

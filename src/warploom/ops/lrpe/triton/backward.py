@@ -33,7 +33,7 @@ from warploom.ops.lrpe.triton.rows import (
 
 
 @triton.jit
-def pair_gradient(g1, g2, cosine, sine):
+def rotate_pair_back(g1, g2, cosine, sine):
     """Returns the gradients of both x̄ of a pair. For ``cosine`` the first is that of x̄, and x̄ times the second that of the angle."""
     d1 = tl.fma(g1, cosine, g2 * sine)
     d2 = tl.fma(g2, cosine, -(g1 * sine))
@@ -41,12 +41,12 @@ def pair_gradient(g1, g2, cosine, sine):
 
 
 @triton.jit
-def turn_backward(
+def rotate_backward(
     x1, x2, g1, g2, cosine, sine,
     spec: tl.constexpr, ACTIVATION: tl.constexpr, THETA: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Returns the gradients of both tiles of `load_input` and, if ``THETA``, of the angles; (R, F) each, float32."""
-    d1, d2 = pair_gradient(g1, g2, cosine, sine)
+    d1, d2 = rotate_pair_back(g1, g2, cosine, sine)
     dphi = d2
     if ACTIVATION != "none" or THETA:
         y1, y2, scale = activate_input(x1, x2, spec, ACTIVATION, BLOCK_F)
@@ -76,7 +76,7 @@ def store_gradient(
 ):  # fmt: skip
     """Stores the gradient of one vector and returns that of its angles (R, F), float32."""
     x1, x2, g1, g2 = widen(x[0]), widen(x[1]), widen(grad[0]), widen(grad[1])
-    d1, d2, dphi = turn_backward(x1, x2, g1, g2, cosine, sine, spec, ACTIVATION, THETA, BLOCK_F)
+    d1, d2, dphi = rotate_backward(x1, x2, g1, g2, cosine, sine, spec, ACTIVATION, THETA, BLOCK_F)
     store_input(rows, d1, d2, mask, stride, 0, spec, BLOCK_F)
     return dphi
 

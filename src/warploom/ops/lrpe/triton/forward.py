@@ -1,4 +1,4 @@
-"""The forward kernel of LRPE: ``out = turn(activation(x), φ)``."""
+"""The forward kernel of LRPE: ``out = rotate(activation(x), φ)``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F
 
 
 @triton.jit
-def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
+def rotate(x1, x2, cosine, sine, KIND: tl.constexpr):
     """Returns the pair of results for x̄."""
     if KIND == "cosine":
         first = x1 * cosine
@@ -52,12 +52,12 @@ def turn(x1, x2, cosine, sine, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_turned(
+def store_rotated(
     rows, x, cosine, sine, mask, stride, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
     """Activates one vector, ``x`` as `load_input` gave it, and stores it turned."""
     x1, x2, scale = activate_input(widen(x[0]), widen(x[1]), spec, ACTIVATION, BLOCK_F)
-    o1, o2 = turn(x1 * scale, x2 * scale, cosine, sine, spec.KIND)
+    o1, o2 = rotate(x1 * scale, x2 * scale, cosine, sine, spec.KIND)
     store_pair(rows, o1, o2, mask, stride, 0, spec, BLOCK_F)
 
 
@@ -97,9 +97,9 @@ def forward_kernel(
     if full:
         for i in tl.static_range(S):
             rows = out_rows + i * (out_strides.s * spec.VEC)
-            store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)
+            store_rotated(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)
     else:
         for i in tl.static_range(GUARDED):
             if s_first + i < sizes.s:
                 rows = out_rows + i * (out_strides.s * spec.VEC)
-                store_turned(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)
+                store_rotated(rows, xs[i], cosine, sine, mask, out_strides.f, spec, ACTIVATION, config.F)

@@ -62,7 +62,7 @@ def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device
 
 
 class DecodePlan(NamedTuple):
-    """What a call allocates and launches."""
+    """Plan of a call: what it allocates and launches."""
 
     out: Dense
     launch: Launch

@@ -16,13 +16,13 @@ from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     slab_rows,
 )
 from warploom.ops.lrpe.triton.angles import load_frequencies
-from warploom.ops.lrpe.triton.backward import pair_gradient
+from warploom.ops.lrpe.triton.backward import rotate_pair_back
 from warploom.ops.lrpe.triton.rows import load_pair, store_input
 
 
 @triton.jit
 def load_gradients(row, run, tile, known, cosine, sine, EXACT: tl.constexpr, call, config: tl.constexpr):
-    """Weights of both members of a block, and the gradients that reach them before the softmax: (R, W) each.
+    """Returns weights of both members of a block, and the gradients that reach them before the softmax: (R, W) each.
 
     Gradients are zero behind the run's last token.
     """
@@ -32,7 +32,7 @@ def load_gradients(row, run, tile, known, cosine, sine, EXACT: tl.constexpr, cal
     rows += n.to(tl.int64)[:, None] * (call.grad_strides.n * spec.VEC)
     g1, g2 = load_pair(rows, mask, call.grad_strides.f, tile.first, spec, config.W)
     x1, x2 = load_x(row, run, tile, call, config)
-    d1, d2 = pair_gradient(widen(g1), widen(g2), cosine, sine)
+    d1, d2 = rotate_pair_back(widen(g1), widen(g2), cosine, sine)
     y1 = weights(x1, known.shift1, known.scale1, EXACT)
     y2 = y1
     if spec.KIND != "cosine":
@@ -42,7 +42,7 @@ def load_gradients(row, run, tile, known, cosine, sine, EXACT: tl.constexpr, cal
 
 @triton.jit
 def store_moment(turned, moment, group, run, tile, steps, call, config: tl.constexpr):
-    """Add a run's part of theta's gradient to its tile's: float64 (B · parts, H, F). See `sum_gradients`."""
+    """Adds a run's part of theta's gradient to its tile's: float64 (B · parts, H, F). See `sum_gradients`."""
     f = (tile.first + tl.arange(0, config.W))[None, :]
     mask = f < config.spec.F
     moment = moment.to(tl.float64)
@@ -57,7 +57,7 @@ def store_moment(turned, moment, group, run, tile, steps, call, config: tl.const
 
 @triton.jit
 def sum_gradients(group, run, tile, known, call, config: tl.constexpr):
-    """A run's sums of y · dy, (1, P · W). Theta's gradient is stored.
+    """Returns a run's sums of y · dy, (1, P · W). Theta's gradient is stored.
 
     That is the sum of the angles' gradients times their positions. ``STEPPED``, it is that of positions in the first
     block times the sum over all blocks, ``turned``, and of the number of the block, ``moment``.
@@ -91,7 +91,7 @@ def sum_gradients(group, run, tile, known, call, config: tl.constexpr):
 
 @triton.jit
 def apply_gradient(run, tile, known, c1, c2, steps, EXACT: tl.constexpr, call, config: tl.constexpr):
-    """Write the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
+    """Writes the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
     spec: tl.constexpr = config.spec
     rows = slab_rows(call.out, call.out_strides, tile, spec.VEC)
     turning = first_angles(run, tile, call, steps, EXACT, config)

@@ -13,7 +13,7 @@ MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
 
 @triton.jit
 def corrected_power(x, shift, scale):
-    """Scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
+    """Returns scale · e^(x − shift), to 3 units in the last place: what rounding the exponent costs is put back."""
     x -= shift
     x = tl.where(x < -200.0, -200.0, x)  # the result is zero long before
     exponent = x * LOG2_E
@@ -23,7 +23,7 @@ def corrected_power(x, shift, scale):
 
 @triton.jit
 def power(x, shift, EXACT: tl.constexpr):
-    """e^(x − shift). The difference is taken first: of 16-bit numbers it is exact, however large they are."""
+    """Returns e^(x − shift). The difference is taken first: of 16-bit numbers it is exact, however large they are."""
     if EXACT == 0:
         y = power_of_two((x - shift) * LOG2_E)
     elif EXACT == 1:
@@ -35,7 +35,7 @@ def power(x, shift, EXACT: tl.constexpr):
 
 @triton.jit
 def weights(x, shift, scale, EXACT: tl.constexpr):
-    """Softmax of a tile. ``scale``: the reciprocal sum, or where not ``EXACT`` its log₂."""
+    """Returns softmax of a tile. ``scale``: the reciprocal sum, or where not ``EXACT`` its log₂."""
     if EXACT == 0:
         y = power_of_two(tl.fma(x - shift, LOG2_E, scale))
     elif EXACT == 1:
@@ -46,8 +46,8 @@ def weights(x, shift, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def members(columns, P: tl.constexpr, W: tl.constexpr):
-    """Columns (1, P · W) of each member, (1, W)."""
+def split_members(columns, P: tl.constexpr, W: tl.constexpr):
+    """Returns columns (1, P · W) of each member, (1, W)."""
     one = columns
     two = columns
     if P == 2:
@@ -59,7 +59,7 @@ def members(columns, P: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def column_sum(terms, EXACT: tl.constexpr):
-    """Sum of a block (R, W) over its rows, float32 (1, W); ``EXACT``: rounded once."""
+    """Returns sum of a block (R, W) over its rows, float32 (1, W); ``EXACT``: rounded once."""
     if EXACT:
         terms = terms.to(tl.float64)
     return tl.sum(terms, axis=0).to(tl.float32)[None, :]
@@ -67,7 +67,7 @@ def column_sum(terms, EXACT: tl.constexpr):
 
 @triton.jit
 def column_sums(one, two, P: tl.constexpr, EXACT: tl.constexpr):
-    """`column_sum` of both members, (1, P · W)."""
+    """Returns `column_sum` of both members, (1, P · W)."""
     c = column_sum(one, EXACT)
     if P == 2:
         c = tl.interleave(c, column_sum(two, EXACT))
@@ -76,7 +76,7 @@ def column_sums(one, two, P: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def combine_statistics(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
-    """Shifts and sums of powers of columns (1, C), from those of ``count`` slots, in their order."""
+    """Returns shifts and sums of powers of columns (1, C), from those of ``count`` slots, in their order."""
     top = tl.full((1, C), float("-inf"), tl.float32)
     total = tl.zeros((1, C), tl.float32)
     for first in range(0, count, SLOTS):
@@ -92,7 +92,7 @@ def combine_statistics(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def combine_sums(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of columns (1, C) over ``count`` slots, in their order."""
+    """Returns sums of columns (1, C) over ``count`` slots, in their order."""
     total = tl.zeros((1, C), tl.float32)
     for first in range(0, count, SLOTS):
         slot = (first + tl.arange(0, SLOTS))[:, None]
@@ -102,7 +102,7 @@ def combine_sums(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def statistics_pointers(call, group, tile, config: tl.constexpr):
-    """Where a group's shifts are, (1, P · W), and which columns there are; reciprocal sums lie P · F behind."""
+    """Returns where a group's shifts are, (1, P · W), and which columns there are; reciprocal sums lie P · F behind."""
     F: tl.constexpr = config.spec.F
     c = tl.arange(0, config.P * config.W)[None, :]
     f = tile.first + c // config.P

@@ -13,7 +13,7 @@ from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     next_angles,
     slab_rows,
 )
-from warploom.ops.lrpe.triton.forward import turn
+from warploom.ops.lrpe.triton.forward import rotate
 from warploom.ops.lrpe.triton.rows import load_input, store_pair
 
 LARGEST_SUM = tl.constexpr(2.0**32)
@@ -21,7 +21,7 @@ LARGEST_SUM = tl.constexpr(2.0**32)
 
 @triton.jit
 def sum_powers(run, tile, shift1, shift2, call, config: tl.constexpr):
-    """Columns' sums of powers, (1, P · W)."""
+    """Returns columns' sums of powers, (1, P · W)."""
     total1 = tl.zeros((config.R, config.W), tl.float32)
     total2 = total1
     for row in tl.range(run.start, run.end, config.R, num_stages=config.STAGES):
@@ -36,7 +36,7 @@ def sum_powers(run, tile, shift1, shift2, call, config: tl.constexpr):
 
 @triton.jit
 def largest_entries(run, tile, call, config: tl.constexpr):
-    """Of both members' columns, (1, W) each. −inf where there is nothing else is made zero: it is a shift."""
+    """Returns the largest entries of both members' columns, (1, W) each. −inf where there is nothing else is made zero: it is a shift."""
     top1 = tl.full((config.R, config.W), float("-inf"), tl.float32)
     top2 = top1
     for row in tl.range(run.start, run.end, config.R, num_stages=1):
@@ -50,7 +50,7 @@ def largest_entries(run, tile, call, config: tl.constexpr):
 
 @triton.jit
 def column_statistics(run, tile, call, config: tl.constexpr):
-    """Columns' shifts and sums of powers, (1, P · W) each.
+    """Returns columns' shifts and sums of powers, (1, P · W) each.
 
     The shift of 16-bit numbers is the column's first entry, which is usually as good as the largest and costs no
     reduction: a sum then has at least one term near one, and is only too large where the column rises by 22 or so.
@@ -78,7 +78,7 @@ def column_statistics(run, tile, call, config: tl.constexpr):
 
 @triton.jit
 def apply_softmax(run, tile, known, steps, call, config: tl.constexpr):
-    """Write the turned weights of a run, whose columns' statistics are known."""
+    """Writes the turned weights of a run, whose columns' statistics are known."""
     spec: tl.constexpr = config.spec
     KIND: tl.constexpr = spec.KIND
     EXACT: tl.constexpr = config.EXACT
@@ -91,7 +91,7 @@ def apply_softmax(run, tile, known, steps, call, config: tl.constexpr):
         y2 = y1
         if KIND != "cosine":
             y2 = weights(x2, known.shift2, known.scale2, EXACT)
-        o1, o2 = turn(y1, y2, cosine, sine, KIND)
+        o1, o2 = rotate(y1, y2, cosine, sine, KIND)
         n, mask = block_rows(row, run, config.R)
         to = rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)
         store_pair(to, o1, o2, mask, call.out_strides.f, tile.first, spec, config.W)

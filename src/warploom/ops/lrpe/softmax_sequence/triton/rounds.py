@@ -22,7 +22,7 @@ from warploom.ops.lrpe.softmax_sequence.triton.backward import apply_gradient, s
 from warploom.ops.lrpe.softmax_sequence.triton.columns import (
     combine_statistics,
     combine_sums,
-    members,
+    split_members,
     statistics_pointers,
 )
 from warploom.ops.lrpe.softmax_sequence.triton.forward import apply_softmax, column_statistics
@@ -30,18 +30,18 @@ from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     SequenceCall,
     SequenceSizes,
     arrive,
-    clear_tail,
     run_of,
     slot_pointers,
     tile_of,
     wait,
+    zero_rows_past_end,
 )
 from warploom.ops.lrpe.triton.angles import AngleNumbers, Angles, Inverses, load_frequencies
 from warploom.ops.lrpe.triton.rows import RowStrides
 
 
 class Statistics(NamedTuple):
-    """Of both members' columns, (1, W) each, the scales as `weights` take them."""
+    """Statistics of both members' columns, (1, W) each, the scales as `weights` take them."""
 
     shift1: tl.tensor
     shift2: tl.tensor
@@ -50,25 +50,25 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
-def prepared(shift, scale, EXACT: tl.constexpr, config: tl.constexpr):
-    """`Statistics` from shifts and reciprocal sums (1, P · W)."""
-    shift1, shift2 = members(shift, config.P, config.W)
-    scale1, scale2 = members(scale if EXACT else tl.log2(scale), config.P, config.W)
+def prepare_statistics(shift, scale, EXACT: tl.constexpr, config: tl.constexpr):
+    """Returns `Statistics` from shifts and reciprocal sums (1, P · W)."""
+    shift1, shift2 = split_members(shift, config.P, config.W)
+    scale1, scale2 = split_members(scale if EXACT else tl.log2(scale), config.P, config.W)
     return Statistics(shift1, shift2, scale1, scale2)
 
 
 @triton.jit
 def load_statistics(group, tile, EXACT: tl.constexpr, call, config: tl.constexpr):
-    """`Statistics` that a forward has stored."""
+    """Returns `Statistics` that a forward has stored."""
     ptrs, mask = statistics_pointers(call, group, tile, config)
     shift = tl.load(ptrs, mask=mask, other=0.0)
     scale = tl.load(ptrs + config.P * config.spec.F, mask=mask, other=0.0)
-    return prepared(shift, scale, EXACT, config)
+    return prepare_statistics(shift, scale, EXACT, config)
 
 
 @triton.jit
 def reduce_run(group, tile, call, config: tl.constexpr):
-    """Publish the sums of a run."""
+    """Publishes the sums of a run."""
     C: tl.constexpr = config.P * config.W
     run = run_of(group, tile, call)
     to = slot_pointers(call, run.slot, tile, config)
@@ -83,7 +83,7 @@ def reduce_run(group, tile, call, config: tl.constexpr):
 
 @triton.jit
 def finish_run(group, tile, steps, call, config: tl.constexpr):
-    """Write the result of a run, and forward in the first of a group its statistics."""
+    """Writes the result of a run, and forward in the first of a group its statistics."""
     C: tl.constexpr = config.P * config.W
     ALONE: tl.constexpr = call.partial is None
     run = run_of(group, tile, call)
@@ -98,7 +98,7 @@ def finish_run(group, tile, steps, call, config: tl.constexpr):
         if run.slot == run.first_slot:
             tl.store(ptrs, shift, mask=mask)
             tl.store(ptrs + config.P * config.spec.F, scale, mask=mask)
-        apply_softmax(run, tile, prepared(shift, scale, config.EXACT, config), steps, call, config)
+        apply_softmax(run, tile, prepare_statistics(shift, scale, config.EXACT, config), steps, call, config)
     else:
         # A lone token's gradient is zero if both are taken alike: its weight is one, its sum is what reaches it.
         EXACT: tl.constexpr = config.EXACT_SUMS if ALONE else config.EXACT
@@ -107,13 +107,13 @@ def finish_run(group, tile, steps, call, config: tl.constexpr):
             c = sum_gradients(group, run, tile, known, call, config)
         else:
             c = combine_sums(slot_pointers(call, run.first_slot, tile, config), run.slots, C, config.EXACT_SUMS)
-        c1, c2 = members(c, config.P, config.W)
+        c1, c2 = split_members(c, config.P, config.W)
         apply_gradient(run, tile, known, c1, c2, steps, EXACT, call, config)
 
 
 @triton.jit
 def reduce_tile(tile, call, config: tl.constexpr):
-    """Publish the sums of a tile's runs."""
+    """Publishes the sums of a tile's runs."""
     for group in range(tile.first_group, tile.last_group + 1):
         reduce_run(group, tile, call, config)
     arrive(call, tile)
@@ -121,7 +121,7 @@ def reduce_tile(tile, call, config: tl.constexpr):
 
 @triton.jit
 def run_rounds(call, config: tl.constexpr):
-    """All rounds of a program."""
+    """Runs all rounds of a program."""
     ALONE: tl.constexpr = call.partial is None
     sizes = call.sizes
     for i in range(sizes.rounds + sizes.lag):
@@ -133,7 +133,7 @@ def run_rounds(call, config: tl.constexpr):
         if (number >= 0) & (number < sizes.tiles):
             tile = tile_of(number, call, config)
             if call.cu_seqlens is not None:
-                clear_tail(tile, call, config)
+                zero_rows_past_end(tile, call, config)
             steps = load_frequencies(call.angles, tile.h, tile.first, config.spec, config.W)
             if not ALONE:
                 wait(call, tile)
@@ -146,7 +146,7 @@ def sequence_forward_kernel(
     x, out, statistics, partial, arrived, theta, position_ids, offsets, cu_seqlens, offset: tl.int32, sizes: SequenceSizes,
     numbers: AngleNumbers, inverses: Inverses, x_strides: RowStrides, out_strides: RowStrides, config: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics."""
+    """Computes the output and statistics."""
     angles = Angles(theta, position_ids, offsets, None, offset, numbers, inverses)
     call = SequenceCall(
         x, None, out, statistics, partial, arrived, None, cu_seqlens, angles, sizes, x_strides, x_strides, out_strides,
@@ -160,7 +160,7 @@ def sequence_backward_kernel(
     numbers: AngleNumbers, inverses: Inverses, x_strides: RowStrides, grad_strides: RowStrides, dx_strides: RowStrides,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x, and partial sums of theta's, ``dtheta``, or None."""
+    """Computes the gradient of x, and partial sums of theta's, ``dtheta``, or None."""
     angles = Angles(theta, position_ids, offsets, None, offset, numbers, inverses)
     call = SequenceCall(
         x, grad, dx, statistics, partial, arrived, dtheta, cu_seqlens, angles, sizes, x_strides, grad_strides, dx_strides,

@@ -20,12 +20,12 @@ from warploom.device.activations import widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
 from warploom.ops.lrpe.triton.angles import Angles, RowSpec, divide, token_positions
-from warploom.ops.lrpe.triton.forward import turn
+from warploom.ops.lrpe.triton.forward import rotate
 from warploom.ops.lrpe.triton.rows import RowStrides, load_input, store_input, store_pair
 
 
 class SequenceSizes(NamedTuple):
-    """How the work is cut; the inverses are for `divide`."""
+    """Sizes of a call and of its parts; the inverses are for `divide`."""
 
     tokens: tl.int32
     heads: tl.int32
@@ -40,34 +40,27 @@ class SequenceSizes(NamedTuple):
 
 
 class SequenceConfig(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time choices of a kernel."""
 
     spec: RowSpec
-    P: int
-    """Members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``."""
-    EXACT: int
-    """Whether results are in float32: 1 those of 16-bit numbers, 2 those of float32."""
-    EXACT_SUMS: int
-    """The same of sums over columns, on which theta's gradient rests."""
-    STEPPED: bool
-    """Whether rows of a block are a constant angle from those of the one before."""
-    R: int
-    """Rows of a block, of W angles."""
-    W: int
-    STAGES: int
-    """Loads under way at once in loops over a tile."""
+    P: int  # members of an angle: 1 for ``cosine``, 2 for the pairs of ``rotate``
+    EXACT: int  # results in float32: 1 for those of 16-bit numbers, 2 for those of float32
+    EXACT_SUMS: int  # sums over columns in float32, on which theta's gradient rests, by the same numbers
+    STEPPED: bool  # whether rows of a block are a constant angle from those of the one before
+    R: int  # rows of a block
+    W: int  # angles of a block
+    STAGES: int  # loads under way at once in loops over a tile
 
 
 class SequenceCall(NamedTuple):
-    """What a kernel is given. ``out`` is the gradient of x in a backward, and ``grad`` None in a forward."""
+    """Arguments of a kernel. ``out`` is the gradient of x in a backward, and ``grad`` None in a forward."""
 
     x: tl.tensor
     grad: tl.tensor
     out: tl.tensor
     statistics: tl.tensor
-    partial: tl.tensor
-    """And ``arrived`` (B · H · slabs,), zeros: None where a tile holds all tokens."""
-    arrived: tl.tensor
+    partial: tl.tensor  # None where a tile holds all tokens
+    arrived: tl.tensor  # (B · H · slabs,), zeros; None where a tile holds all tokens
     dtheta: tl.tensor
     cu_seqlens: tl.tensor
     angles: Angles
@@ -84,8 +77,7 @@ class SlabTile(NamedTuple):
     h: tl.tensor
     first: tl.tensor
     part: tl.tensor
-    slab: tl.tensor
-    """Its number among those of all heads."""
+    slab: tl.tensor  # its number among those of all heads
     start: tl.tensor
     end: tl.tensor
     first_group: tl.tensor
@@ -99,15 +91,14 @@ class Run(NamedTuple):
     end: tl.tensor
     group: tl.tensor
     group_start: tl.tensor
-    first_slot: tl.tensor
-    """Of the group; the run's own is ``slot``."""
-    slot: tl.tensor
-    slots: tl.tensor
+    first_slot: tl.tensor  # of the group
+    slot: tl.tensor  # of the run
+    slots: tl.tensor  # of the group: how many
 
 
 @triton.jit
 def tile_of(number, call, config: tl.constexpr):
-    """The tile of a number."""
+    """Returns the tile of a number."""
     SLABS: tl.constexpr = (config.spec.F + config.W - 1) // config.W
     sizes = call.sizes
     rest = number // SLABS
@@ -133,7 +124,7 @@ def tile_of(number, call, config: tl.constexpr):
 
 @triton.jit
 def run_of(group, tile, call):
-    """The tokens of a group in a tile."""
+    """Returns the tokens of a group in a tile."""
     sizes = call.sizes
     group = tile.start * 0 + group
     start, end, group_start, group_end = tile.start, tile.end, tile.start * 0, sizes.tokens
@@ -156,20 +147,20 @@ def run_of(group, tile, call):
 
 @triton.jit
 def slab_rows(base, strides, tile, VEC: tl.constexpr):
-    """Token 0 of a tile's batch entry and head, (1, 1)."""
+    """Returns token 0 of a tile's batch entry and head, (1, 1)."""
     return base + (tile.b * (strides.s * VEC) + tile.h * (strides.u * VEC) + tl.zeros((1, 1), tl.int64))
 
 
 @triton.jit
 def block_rows(row, run, R: tl.constexpr):
-    """Tokens of a block (R,), and which of them are the run's."""
+    """Returns tokens of a block (R,), and which of them are the run's."""
     n = row + tl.arange(0, R)
     return n, n < run.end
 
 
 @triton.jit
-def clear_tail(tile, call, config: tl.constexpr):
-    """Write zeros, output or gradient, to a tile's rows behind the last sequence."""
+def zero_rows_past_end(tile, call, config: tl.constexpr):
+    """Writes zeros, output or gradient, to a tile's rows behind the last sequence."""
     spec: tl.constexpr = config.spec
     numbers = call.angles.numbers
     behind = tl.load(call.cu_seqlens + numbers.sequences * numbers.cu_stride).to(tl.int32)
@@ -186,7 +177,7 @@ def clear_tail(tile, call, config: tl.constexpr):
 
 @triton.jit
 def load_x(row, run, tile, call, config: tl.constexpr):
-    """Both members of a block of ``x`` in float32, (R, W) each. Rows behind the run's last token are as that."""
+    """Returns both members of a block of ``x`` in float32, (R, W) each. Rows behind the run's last token are as that."""
     spec: tl.constexpr = config.spec
     n, _ = block_rows(row, run, config.R)
     n = tl.minimum(n, run.end - 1).to(tl.int64)[:, None]
@@ -198,7 +189,7 @@ def load_x(row, run, tile, call, config: tl.constexpr):
 
 @triton.jit
 def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
-    """Positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
+    """Returns positions (R, 1 or W) of a block's tokens, and their angles' cosines and sines (R, W)."""
     n, mask = block_rows(row, run, config.R)
     axis = (tile.first + tl.arange(0, config.W)) // config.spec.E
     place = n if call.angles.position_ids is not None else n - run.group_start
@@ -210,7 +201,7 @@ def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.co
 
 @triton.jit
 def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
-    """What `next_angles` takes for a run's first block.
+    """Returns what `next_angles` takes for a run's first block.
 
     With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
     """
@@ -226,7 +217,7 @@ def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constex
 
 @triton.jit
 def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
-    """A block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
+    """Returns a block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
 
     To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
     with the number of steps: 1e-4 after 128. For results in float32 each fourth block has new angles.
@@ -237,7 +228,7 @@ def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, confi
         if EXACT:
             if (row - run.start) // config.R % 4 == 0:
                 _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
-        next_cosine, next_sine = turn(cosine, sine, step_cosine, step_sine, "rotate")
+        next_cosine, next_sine = rotate(cosine, sine, step_cosine, step_sine, "rotate")
         turning = (next_cosine, next_sine, step_cosine, step_sine)
     else:
         position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
@@ -251,7 +242,7 @@ def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, confi
 
 @triton.jit
 def slot_pointers(call, slot, tile, config: tl.constexpr):
-    """A slot's first kind of columns, (1, P · W)."""
+    """Returns a slot's first kind of columns, (1, P · W)."""
     KINDS: tl.constexpr = 2 if call.grad is None else 1
     c = tl.arange(0, config.P * config.W)[None, :]
     return call.partial + (tile.slab.to(tl.int64) * call.sizes.slots + slot) * (KINDS * config.P * config.W) + c
@@ -259,14 +250,14 @@ def slot_pointers(call, slot, tile, config: tl.constexpr):
 
 @triton.jit
 def arrive(call, tile):
-    """Publish what the program has written: count one more tile of the slab as reduced."""
+    """Publishes what the program has written: count one more tile of the slab as reduced."""
     tl.debug_barrier()
     tl.atomic_add(call.arrived + tile.slab, 1, sem="release")
 
 
 @triton.jit
 def wait(call, tile):
-    """Wait until all tiles of the slab have been reduced: by programs that run, in rounds that wait for no later one."""
+    """Waits until all tiles of the slab have been reduced: by programs that run, in rounds that wait for no later one."""
     while tl.atomic_add(call.arrived + tile.slab, 0, sem="acquire") < call.sizes.parts:
         pass
     tl.debug_barrier()

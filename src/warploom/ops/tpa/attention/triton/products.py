@@ -76,20 +76,20 @@ class ProductsConfig(NamedTuple):
 
 @triton.jit
 def place_of(token, tokens):
-    """Batch entry and token of a token of the whole batch, in 64 bits."""
+    """Returns batch entry and token of a token of the whole batch, in 64 bits."""
     return (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
 
 
 @triton.jit
 def head_ptrs(ptr, strides, batch, n, h, r):
-    """Where head factors (h, r) of one token are."""
+    """Returns where head factors (h, r) of one token are."""
     first = ptr + batch * strides.b + n * strides.n
     return first + (h * strides.h)[:, None] + (r * strides.r)[None, :]
 
 
 @triton.jit
 def feature_ptrs(ptr, strides, batch, n, r, f, X: tl.constexpr):
-    """Where features (r, f) of one token are; of a product, with heads for ranks."""
+    """Returns where features (r, f) of one token are; of a product, with heads for ranks."""
     first = ptr + batch * (strides.b * X.VEC) + n * (strides.n * X.VEC)
     return first + (r * (strides.r * X.VEC))[:, None] + (f if X.UNIT else f * strides.f)[None, :]
 
@@ -99,7 +99,7 @@ def form(
     a, b, x, program, tokens, heads, strides, scale,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token's product. Few ranks, and those of float32, are summed one by one."""
+    """Computes BLOCK_H heads of one token's product. Few ranks, and those of float32, are summed one by one."""
     shares = tl.cdiv(heads, BLOCK_H)
     batch, n = place_of(program // shares, tokens)
     h = program % shares * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -128,7 +128,7 @@ def form(
 
 @triton.jit
 def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.constexpr):
-    """``dX Bᵀ`` (H, R) of one token in float32, from parts of its features, which are loaded again.
+    """Returns ``dX Bᵀ`` (H, R) of one token in float32, from parts of its features, which are loaded again.
 
     Sums are made term after term, and parts keep them short: matrix products of PyTorch make parts too.
     """
@@ -150,7 +150,7 @@ def form_gradients(
     dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, bounds,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
+    """Returns gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
 
     Behind the last packed sequence, where that is zero, factors are taken to be zero too: they may be NaN.
     """
@@ -194,7 +194,7 @@ def form_gradients(
 def product_kernel(
     ak, av, aq, bk, bv, bq, k, v, q, sizes: AttentionSizes, operands: Operands, config: tl.constexpr
 ):  # fmt: skip
-    """Keys, values and, with ``aq``, queries, each from its factors."""
+    """Computes keys, values and, with ``aq``, queries, each from its factors."""
     Q: tl.constexpr = config.Q
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V
@@ -218,7 +218,7 @@ def factor_kernel(
     dk, dv, dq, ak, av, aq, bk, bv, bq, dak, dav, daq, dbk, dbv, dbq, cu_seqlens, sizes: AttentionSizes,
     bounds: SequenceBounds, operands: Operands, config: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of all factors from those of queries, keys and values; see `product_kernel`."""
+    """Computes the gradients of all factors from those of queries, keys and values; see `product_kernel`."""
     Q: tl.constexpr = config.Q
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V

@@ -73,7 +73,7 @@ class HopperDecodeConfig(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What the copying warp copies, and where to."""
+    """Sources and buffers of the copying warp."""
 
     ak_desc: gl.tensor
     av_desc: gl.tensor
@@ -98,7 +98,7 @@ class QueryTiles(NamedTuple):
 
 
 class DecodeProgram(NamedTuple):
-    """What the computing warps work on."""
+    """Arguments of the computing warps."""
 
     queries: QueryTiles
     out: gl.tensor
@@ -116,7 +116,7 @@ class DecodeProgram(NamedTuple):
 
 @gluon.jit
 def chunk_length(length, chunks):
-    """See `triton.decode.chunk_length`; in Triton's interpreter functions in Gluon cannot refer to that."""
+    """Returns what `triton.decode.chunk_length` does; in Triton's interpreter functions in Gluon cannot refer to that."""
     chunk = length * 0 + chunks.SHORTEST
     while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
         chunk = chunk * 2
@@ -125,7 +125,7 @@ def chunk_length(length, chunks):
 
 @gluon.jit
 def span_of(unit, cache_seqlens, sizes, CHUNKS: gl.constexpr):
-    """Batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
+    """Returns batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
     batch = unit // sizes.spans
     length = sizes.keys
     if cache_seqlens is not None:
@@ -142,7 +142,7 @@ def span_of(unit, cache_seqlens, sizes, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def copy_spans(config: gl.constexpr, copies):
-    """The copying warp."""
+    """Runs the copying warp."""
     R: gl.constexpr = config.R
     a, b, sizes = copies.a, copies.b, copies.sizes
     a_count = 0
@@ -162,7 +162,7 @@ def copy_spans(config: gl.constexpr, copies):
 
 @gluon.constexpr_function
 def ranks_layout(rows, ranks):
-    """Of a tile (BLOCK_M, ROWS · R): every thread holds all ranks of the elements that it has of results (M, ROWS)."""
+    """Returns the layout of a tile (BLOCK_M, ROWS · R) in which every thread holds all ranks of the elements that it has of results (M, ROWS)."""
     registers = [[0, 1 << i] for i in range(ranks.bit_length() - 1)]
     registers += [[0, ranks], [8, 0]] + [[0, ranks * (8 << i)] for i in range((rows // 8).bit_length() - 1)]
     lanes = [[0, 2 * ranks], [0, 4 * ranks], [1, 0], [2, 0], [4, 0]]
@@ -171,7 +171,7 @@ def ranks_layout(rows, ranks):
 
 @gluon.jit
 def head_factors(tile, R: gl.constexpr, LAYOUT: gl.constexpr):
-    """Head factors (BLOCK_M, ROWS) of every rank, float32."""
+    """Returns head factors (BLOCK_M, ROWS) of every rank, float32."""
     ROWS: gl.constexpr = tile.shape[1] // R
     if R == 1:
         factors = (tile.load(LAYOUT).to(gl.float32),)
@@ -192,7 +192,7 @@ def head_factors(tile, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Leave Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
+    """Leaves Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
     aq, bq, tile = queries.aq, queries.bq, queries.tile
     aq_tile, bq_tile, aq_strides, bq_strides = (
         queries.aq_tile,
@@ -229,7 +229,7 @@ def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl
 
 @gluon.jit
 def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
-    """The softmax that waits at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
+    """Returns the softmax that waits at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
     before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
     row_max = gl.maximum(before_max, softmax.row_max)
     base = gl.where(row_max == float("-inf"), 0.0, row_max)
@@ -247,7 +247,7 @@ def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def let_wait(softmax, waiting, level: gl.constexpr):
-    """Leave a softmax at a level."""
+    """Leaves a softmax at a level."""
     waiting.acc.index(level).store(softmax.acc)
     waiting.row_max.index(level).store(softmax.row_max)
     waiting.row_sum.index(level).store(softmax.row_sum)
@@ -255,7 +255,7 @@ def let_wait(softmax, waiting, level: gl.constexpr):
 
 @gluon.jit
 def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
-    """Join the softmax of chunk number ``place`` with what waits, as far up the tree as there are some on both sides.
+    """Joins the softmax of chunk number ``place`` with what waits, as far up the tree as there are some on both sides.
 
     ``first`` is the number of the first chunk of the span, and with ``last`` this is its last one: the result is the
     softmax of the span. Else it is left where it waits for its neighbour.
@@ -279,7 +279,7 @@ def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend_spans(config: gl.constexpr, call):
-    """The computing warps."""
+    """Runs the computing warps."""
     H: gl.constexpr = config.H
     R: gl.constexpr = config.R
     E: gl.constexpr = config.E
@@ -393,7 +393,7 @@ def hopper_decode_kernel(
     sizes: SpanSizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides,
     scales: DecodeScales, config: gl.constexpr,
 ):  # fmt: skip
-    """One new token of every batch entry, over spans of its keys, of so many chunks each.
+    """Computes one new token of every batch entry, over spans of its keys, of so many chunks each.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
     with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `triton.decode.decode_kernel` writes.

@@ -67,7 +67,7 @@ def rings(rank: int, rows: int, width: int) -> Rings:
 
 
 def suit(factors: Factors, lengths: Tensor | None = None) -> bool:
-    """Whether the kernel takes a call with these factors and lengths, apart from their addresses."""
+    """Returns whether the kernel takes a call with these factors and lengths, apart from their addresses."""
     aq, ak, av, bq, bk, bv = factors
     if INTERPRETED or architecture(bq.device) != 90 or bq.dtype not in (torch.float16, torch.bfloat16):
         return False

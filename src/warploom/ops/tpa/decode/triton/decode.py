@@ -138,7 +138,7 @@ class SpanParts(NamedTuple):
 
 @triton.jit
 def scaled(x, factor, dtype: tl.constexpr):
-    """``x · factor``, for results in ``dtype``.
+    """Returns ``x · factor``, for results in ``dtype``.
 
     In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
     is subtracted, once such a product too, has lost: the difference of equals would not be zero.
@@ -152,7 +152,7 @@ def scaled(x, factor, dtype: tl.constexpr):
 
 @triton.jit
 def exp(x, dtype: tl.constexpr):
-    """eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
+    """Returns eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
 
     Logits come in these units. The difference of two is exact where it matters, so it comes first.
     """
@@ -181,6 +181,16 @@ def valid_keys(cache_seqlens, batch, lengths_stride, keys):
         length = tl.load(cache_seqlens + batch.to(tl.int64) * lengths_stride)
         length = tl.maximum(tl.minimum(length, keys), 0).to(tl.int32)
     return length
+
+
+@triton.jit
+def empty_softmax(E: tl.constexpr, ROWS: tl.constexpr):
+    """Returns the softmax of rows over no keys."""
+    return SpanSoftmax(
+        tl.zeros((E, ROWS), tl.float32),
+        tl.full((1, ROWS), float("-inf"), tl.float32),
+        tl.zeros((1, ROWS), tl.float32),
+    )
 
 
 @triton.jit
@@ -216,7 +226,7 @@ def load_part(parts, slot, row, e, mask, E: tl.constexpr):
 
 @triton.jit
 def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """``count`` of a list from number ``first`` on joined, from left to right or in a binary tree."""
+    """Returns ``count`` of a list from number ``first`` on joined, from left to right or in a binary tree."""
     if count == 1:
         acc, row_max, row_sum = softmaxes[first]  # a tuple in a list of them has no names in Triton 3.6
         node = SpanSoftmax(acc, row_max, row_sum)
@@ -230,7 +240,7 @@ def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.
 
 @triton.jit
 def store_part(parts, slot, row, e, mask, softmax, E: tl.constexpr):
-    """Leave what `load_part` loads."""
+    """Leaves what `load_part` loads."""
     ptrs = parts.statistics + slot * 2 * parts.rows + row
     tl.store(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, softmax.acc, mask=mask & (e < E))
     tl.store(ptrs, softmax.row_max, mask=mask)
@@ -239,7 +249,7 @@ def store_part(parts, slot, row, e, mask, softmax, E: tl.constexpr):
 
 @triton.jit
 def add_masked(acc, v, w, mask):
-    """``acc + vᵀ w`` (E, ROWS) where rows see some of the keys (M·R): what is NaN or infinite in others stays there.
+    """Returns ``acc + vᵀ w`` (E, ROWS) where rows see some of the keys (M·R): what is NaN or infinite in others stays there.
 
     Zero times NaN is NaN: values are finite in the product, and a product of flags says which rows become NaN.
     """
@@ -262,7 +272,7 @@ def query_tile(
     aq, bq, batch, n, h, mask, first_n, tokens, scale_q,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, FIRST: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Q of every row (ROWS, FEATURES), from feature ``FIRST`` on, in the dtype of memory.
+    """Returns Q of every row (ROWS, FEATURES), from feature ``FIRST`` on, in the dtype of memory.
 
     Without ``aq``, ``bq`` holds Q and its rank axis the heads.
     """
@@ -299,7 +309,7 @@ def head_tile(
     a, first, h, key_mask, head_mask,
     A: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory."""
+    """Returns head factors of a block of keys: (M, ROWS), or (M, ROWS, R) beyond rank one; in the dtype of memory."""
     block = a.ptr + first * (a.strides.n * A.VEC)
     m = tl.arange(0, BLOCK_M)
     if A.DENSE:
@@ -319,7 +329,7 @@ def feature_tile(
     b, first, length, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     FIRST: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Feature factors of a block of keys, (M·R, FEATURES) from feature ``FIRST`` on, ranks fastest; in the dtype of memory."""
+    """Returns feature factors of a block of keys, (M·R, FEATURES) from feature ``FIRST`` on, ranks fastest; in the dtype of memory."""
     block = b.ptr + first * (b.strides.n * B.VEC)
     row = tl.arange(0, BLOCK_M * BLOCK_R)
     m = row // BLOCK_R
@@ -340,7 +350,7 @@ def feature_tile(
 
 @triton.jit
 def logits_of_ranks(b, first, length, queries, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
-    """``k · q`` (M·R, ROWS) float32 of a block of feature factors and the queries, from parts of their features.
+    """Returns ``k · q`` (M·R, ROWS) float32 of a block of feature factors and the queries, from parts of their features.
 
     Sums of float32 factors are made term after term, and parts keep them short: a weight's relative error is the
     absolute one of its logit.
@@ -357,7 +367,7 @@ def logits_of_ranks(b, first, length, queries, B: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
-    """``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank.
+    """Returns ``Σ_r a ⊙ logits`` (M, ROWS) float32, from logits (M·R, ROWS) of every rank.
 
     Products are rounded by themselves: several threads may hold the same sum, of which one adds up the numerator and
     another the denominator. Each would fuse its own product into it, and they would hold different bits.
@@ -372,7 +382,7 @@ def sum_ranks(logits, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROW
 
 @triton.jit
 def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr):
-    """``p ⊙ a`` (M·R, ROWS) float32 of every rank, from weights p (M, ROWS)."""
+    """Returns ``p ⊙ a`` (M·R, ROWS) float32 of every rank, from weights p (M, ROWS)."""
     if BLOCK_R == 1:
         ranks = p * factors.to(tl.float32)
     else:
@@ -392,7 +402,7 @@ def decode_kernel(
     sizes: DecodeSizes, strides: DecodeStrides, scales: DecodeScales,
     config: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one batch entry, over one of ``spans`` spans of its keys.
+    """Computes one tile of rows of one batch entry, over one of ``spans`` spans of its keys.
 
     A span is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
     output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
@@ -455,12 +465,9 @@ def decode_kernel(
     sums = tl.zeros(
         (TILE.BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
-    if IN_PARTS:
-        joined = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
-    if LEVELS > 0:
-        node = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
-    if LEVELS > 1:
-        root = SpanSoftmax(acc, row_max, tl.zeros((1, ROWS), tl.float32))
+    joined = empty_softmax(V.BLOCK_F, ROWS)
+    node = empty_softmax(V.BLOCK_F, ROWS)
+    root = empty_softmax(V.BLOCK_F, ROWS)
     # What all rows see, and behind it keys of which some rows see some.
     seen_by_all = end
     if TILE.BLOCK_N > 1:
@@ -504,11 +511,7 @@ def decode_kernel(
                     leaf = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
                     if IN_PARTS:
                         leaf = join(joined, leaf, dtype)
-                        joined = SpanSoftmax(
-                            tl.zeros((V.BLOCK_F, ROWS), tl.float32),
-                            tl.full((1, ROWS), float("-inf"), tl.float32),
-                            tl.zeros((1, ROWS), tl.float32),
-                        )
+                        joined = empty_softmax(V.BLOCK_F, ROWS)
                     node = join(node, leaf, dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
@@ -516,11 +519,7 @@ def decode_kernel(
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
                             root = join(root, node, dtype)
-                            node = SpanSoftmax(
-                                tl.zeros((V.BLOCK_F, ROWS), tl.float32),
-                                tl.full((1, ROWS), float("-inf"), tl.float32),
-                                tl.zeros((1, ROWS), tl.float32),
-                            )
+                            node = empty_softmax(V.BLOCK_F, ROWS)
 
     softmax = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
     if IN_PARTS:

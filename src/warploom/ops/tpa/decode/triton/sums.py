@@ -10,19 +10,19 @@ import triton.language as tl
 
 @triton.jit
 def product_by_itself(x, y):
-    """``x · y`` in float32, rounded before anything is added to it; ``y`` is broadcast."""
+    """Returns ``x · y`` in float32, rounded before anything is added to it; ``y`` is broadcast."""
     return tl.fma(x, tl.broadcast_to(y, x.shape), 0.0)
 
 
 @triton.constexpr_function
 def with_axis(shape, axis, *sizes):
-    """A shape with other axes in the place of one."""
+    """Returns a shape with other axes in the place of one."""
     return (*shape[:axis], *sizes, *shape[axis + 1 :])
 
 
 @triton.jit
 def sum_of_pairs(x, axis: tl.constexpr):
-    """``tl.sum(x, axis)`` of 2ᵏ terms: neighbours are added up, then neighbouring sums, and so on.
+    """Returns ``tl.sum(x, axis)`` of 2ᵏ terms: neighbours are added up, then neighbouring sums, and so on.
 
     A sum of two has the same bits either way round. Terms that are products come from `product_by_itself`: the first
     sum would be fused with one of two, or with none.
