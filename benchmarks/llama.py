@@ -23,7 +23,7 @@ from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import Clock, interleaved, release_memory
 from warploom.bench.records import Record
-from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compiled_at_best
+from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compile_at_best
 
 from . import _steps as steps
 
@@ -144,7 +144,7 @@ def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Call
     if mode == "train":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
     model.set_attn_implementation(name)
-    run = compiled_at_best(model) if compiles and mode != "decode" else model
+    run = compile_at_best(model) if compiles and mode != "decode" else model
 
     def step(count: int = TOKENS + 1) -> None:
         model.set_attn_implementation(name)

@@ -28,7 +28,7 @@ from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import Clock, allocated_bytes, interleaved, peak_bytes, release_memory
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
-from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compiled_at_best, need_cuda
+from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compile_at_best, need_cuda
 
 from . import _steps as steps
 from ._parts import mark_parts
@@ -91,7 +91,7 @@ def build(provider: str, case: Case, device: torch.device) -> tuple[nn.Module, L
         return out
 
     # The loss is compiled with the model, for all models alike.
-    return model, compiled_at_best(loss, graphs=ending == "graphs") if ending else loss
+    return model, compile_at_best(loss, graphs=ending == "graphs") if ending else loss
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -15,7 +15,7 @@ from warploom.ops.spec import Case, Inputs, Operator
 from warploom.testing import accuracy
 from warploom.testing.accuracy import compare, mean_of
 from warploom.testing.conformance import check_operator, judge, judge_draws, make_draws
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -418,7 +418,7 @@ def test_comparing_in_pieces_changes_nothing(
 @pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32, torch.float64])
 def test_fresh_memory_is_nan_under_poison(dtype: torch.dtype, device: torch.device) -> None:
     like = torch.zeros(4, 6, dtype=dtype, device=device)
-    with poisoned_allocations():
+    with poison_allocations():
         fresh = (
             torch.empty(3, 5, dtype=dtype, device=device),
             torch.empty_like(like),
@@ -435,7 +435,7 @@ def test_fresh_memory_is_nan_under_poison(dtype: torch.dtype, device: torch.devi
 def test_poison_leaves_the_settings_as_they_were(before: bool) -> None:
     torch.use_deterministic_algorithms(before, warn_only=before)
     try:
-        with pytest.raises(KeyError), poisoned_allocations():
+        with pytest.raises(KeyError), poison_allocations():
             raise KeyError
         assert torch.are_deterministic_algorithms_enabled() is before
         assert torch.is_deterministic_algorithms_warn_only_enabled() is before

@@ -100,7 +100,7 @@ if FIRST == "products":
     calls.reverse()
 keys = set()
 for call in calls:
-    with launch.recording(90) as builds:
+    with launch.record_builds(90) as builds:
         call()
     for build in builds.values():
         keys.add((build.function.__name__, build.source()[0].hash()))
@@ -126,7 +126,7 @@ def factor(*shape):
     size = torch.Size(shape).numel()
     return torch.zeros(size + 1, dtype=torch.float16)[1:].view(shape)
 
-with launch.recording(90) as builds:
+with launch.record_builds(90) as builds:
     for features, values in ((32, 1), (64, 16)):
         qk = factor(1, 64, 2, features)
         flash_attention(qk, qk, factor(1, 64, 2, values), backend="triton")
@@ -156,7 +156,7 @@ def factor(*shape):
     return torch.zeros(shape)
 
 a, bk, bv = factor(3, 31, 12, 2), factor(3, 31, 2, 96), factor(3, 31, 2, 64)
-with launch.recording(90) as builds:
+with launch.record_builds(90) as builds:
     tpa_decode(factor(3, 1, 12, 4), a, a, factor(3, 1, 4, 96), bk, bv, backend="triton")
 (variant,) = builds.values()
 ptx = variant.compile(GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -190,7 +190,7 @@ def decode(dtype, tokens, rank_k, rank_v):
     features = (tensor(dtype, 3, keys, rank, 128) for keys, rank in ((tokens, 4), (300, rank_k), (300, rank_v)))
     tpa_decode(tensor(dtype, 3, tokens, 6, 4), *heads, *features, strategy="batch", backend="triton")
 
-with launch.recording(90) as builds:
+with launch.record_builds(90) as builds:
     for dtype in (torch.bfloat16, torch.float32):
         for case in ((1, 8, 2), (4, 1, 1)):
             decode(dtype, *case)
@@ -260,7 +260,7 @@ def trapped(x, SIZE: tl.constexpr):
     found = tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [tl.load(x)], tl.float32, False, 1)
     tl.store(x, found)
 
-with launch.recording() as builds:
+with launch.record_builds() as builds:
     launch.Launch(hungry, 1, takes=["x"], num_warps=1, SIZE=64)(torch.zeros(8))
     launch.Launch(broken, 1, takes=["x"], SIZE=64)(torch.zeros(8))
     launch.Launch(trapped, 1, takes=["x"], SIZE=64)(torch.zeros(8))

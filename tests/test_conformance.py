@@ -38,7 +38,7 @@ from warploom.testing.conformance import (
     make_more_draws,
     upcast,
 )
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 OPERATORS = tuple(operators().values())
 BACKENDS = ("torch", "triton") if HAS_TRITON else ("torch",)
@@ -186,7 +186,7 @@ def test_gradcheck_of_the_reference(operator: Operator, case: Case, backend: str
 def test_two_runs_give_the_same_bits(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     inputs = make_inputs(operator, case, device)
     outputs, found = run(operator, inputs, backend)
-    with poisoned_allocations():  # other contents of fresh memory, in case a result depends on them
+    with poison_allocations():  # other contents of fresh memory, in case a result depends on them
         outputs_again, found_again = run(operator, inputs, backend)
     assert same_bits(outputs, outputs_again)
     assert same_bits(found, found_again)

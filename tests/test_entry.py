@@ -299,7 +299,7 @@ def test_descriptors_are_recorded_as_triton_takes_them() -> None:
     from triton.compiler import make_backend
     from triton.runtime.jit import native_specialize_impl
 
-    with launch.recording() as builds:
+    with launch.record_builds() as builds:
         copying()(*(torch.zeros(256, 64, dtype=torch.bfloat16),) * 2)
     (found,) = builds.values()
     backend = make_backend(GPUTarget("cuda", 90, 32))

@@ -13,7 +13,7 @@ from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.peers import plain
 from warploom.testing.accuracy import compare
 from warploom.testing.conformance import compute_gradients, draw_like, upcast
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 Tensor = torch.Tensor
 
@@ -72,7 +72,7 @@ def test_packed_sequences_are_each_its_own(
         "cu_seqlens_k": torch.tensor(bounds_k, dtype=dtype, device=device),
     }
     assert_right({**inputs, **packed, "return_lse": True}, backend)
-    with poisoned_allocations():
+    with poison_allocations():
         out, lse = flash_attention(**inputs, **packed, return_lse=True, backend=backend)
     for (q0, q1), (k0, k1) in zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k)):
         part = {"q": inputs["q"][:, q0:q1], "k": inputs["k"][:, k0:k1], "v": inputs["v"][:, k0:k1]}
@@ -105,7 +105,7 @@ def test_one_packing_stands_for_both(backend: str, device: torch.device) -> None
 def test_rows_without_keys(empty: dict[str, Any], backend: str, device: torch.device) -> None:
     packed = {name: torch.tensor(empty[name], device=device) for name in empty if name.startswith("cu_")}
     inputs = random_inputs(device, 30, **{**empty, **packed})
-    with poisoned_allocations():
+    with poison_allocations():
         out, lse, dq, dk, dv = run(inputs, backend)
     none = lse == -torch.inf
     assert none.any()
@@ -194,7 +194,7 @@ def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, dev
             for entry, length in enumerate(used):
                 inputs["k"][entry, length:] = torch.nan
                 inputs["v"][entry, length:] = torch.nan
-        with poisoned_allocations():
+        with poison_allocations():
             found = run({**inputs, "seqused_k": wide[:, 1]}, backend)
         for entry, length in enumerate(used):
             alone = {n: x[entry : entry + 1] for n, x in inputs.items() if n == "q"}

@@ -15,7 +15,7 @@ from planned_calls import forget_plans, no_plans
 from warploom import flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.testing.accuracy import compare
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 Tensor = torch.Tensor
 pytestmark = kernels
@@ -46,7 +46,7 @@ def test_rows_of_a_group_share_a_tile(
     inputs = random_inputs(device, n, LONG, heads=heads, key_heads=key_heads, dtype=dtype, **options)
     if not ON_GPU:  # where gradients take most of the time
         inputs |= {name: inputs[name].detach() for name in "qkv"}
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
 
 
@@ -77,7 +77,7 @@ def test_few_queries(case: dict[str, Any], device: torch.device) -> None:
     inputs = random_inputs(device, **chosen)
     if "sink" in case:
         inputs["sink"] = case["sink"].to(device)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
 
 
@@ -95,7 +95,7 @@ def test_lengths_of_entries(dtype: torch.dtype, n: int, device: torch.device) ->
         v_filled[entry, length:] = torch.nan
     options = {"causal": True, "return_lse": True, "backend": "triton"}
     used = torch.tensor(lengths, device=device)
-    with poisoned_allocations():
+    with poison_allocations():
         out, lse = flash_attention(q, k_filled, v_filled, seqused_k=used, **options)
 
     def alone(entry: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -143,7 +143,7 @@ def test_pages(dtype: torch.dtype, options: dict[str, Any], page_size: int, devi
         table[entry, :some] = order[entry * count : entry * count + some]
     pools = [paged(x, table, page_size, pages, lengths) for x in (k, v)]
     expected = flash_attention(q, k, v, **inputs)
-    with poisoned_allocations():
+    with poison_allocations():
         found = flash_attention(q, *pools, block_table=table, **inputs)
     assert all(map(torch.equal, found, expected))
 
@@ -157,7 +157,7 @@ def test_caches_with_any_strides(dtype: torch.dtype, device: torch.device) -> No
 
     def found(*tensors: Tensor) -> tuple[Tensor, ...]:
         options = {"causal": True, "return_lse": True, "backend": "triton", "seqused_k": used}
-        with poisoned_allocations():
+        with poison_allocations():
             return flash_attention(*tensors, **options)
 
     expected = found(q, k, v)
@@ -277,7 +277,7 @@ def zeros(tokens, heads, features):
 
 for values in (16, 32):
     for tokens, group in ((16, 4), (40, 1)):
-        with launch.recording(90, 132) as builds:
+        with launch.record_builds(90, 132) as builds:
             q, k, v = zeros(tokens, group, 33), zeros(300, 1, 33), zeros(300, 1, values)
             flash_attention(q, k, v, backend="triton", seqused_k=torch.tensor([299], dtype=torch.int32))
         (build,) = (build for build in builds.values() if "combine" not in build.function.__name__)
@@ -301,5 +301,5 @@ def test_narrow_values_at_odd_places(e: int, group: int, device: torch.device) -
     options: dict[str, Any] = {"batch": 2, "d": 33, "e": e, "causal": True, "dtype": torch.float16}
     inputs = random_inputs(device, 16, 90, heads=2 * group, key_heads=2, **options)
     inputs["v"] = torch.cat((inputs["v"].detach(),) * 3, 2)[:, :, 1:3].requires_grad_()
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")

@@ -15,7 +15,7 @@ from warploom import flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.conformance import draw_like
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -165,7 +165,7 @@ def test_many_tiles(
     together: bool, launched: list[str], device: torch.device,
 ) -> None:  # fmt: skip
     inputs = random_inputs(device, n, m, heads=heads, key_heads=key_heads, d=d, e=e, causal=causal, dtype=dtype)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
     assert set(launched) >= {"hopper_forward_kernel" if n > FEW_QUERIES else "decode_kernel"}
     # On a GPU so few short loops are split, which leaves them to the kernels for every GPU.
@@ -286,7 +286,7 @@ def test_few_tiles_whose_loops_are_split(
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
     options = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "causal": causal, "dtype": dtype}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -339,7 +339,7 @@ def assert_options_right(device: torch.device, n: int, m: int, **options: Any) -
     """Results of `with_options`, which come back, are right."""
     more = functools.partial(_more_draws, device, n, m, **options)
     inputs = with_options(device, n, m, **options)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton", more, KEEPING_THE_OUTPUT)
     return inputs
 
@@ -384,7 +384,7 @@ def test_options(
 ) -> None:  # fmt: skip
     shape = {"heads": heads, "key_heads": key_heads, "d": d, "e": e, "dtype": dtype}
     inputs = assert_options_right(device, n, m, **shape, **options)
-    with poisoned_allocations():
+    with poison_allocations():
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert set(launched) >= set(kernels_for(max(d, e), together))
@@ -451,7 +451,7 @@ def test_the_last_section_of_heads_is_narrower(
     monkeypatch.setattr(launchers, "is_small_for", lambda *arguments: False)
     forget_plans()  # none but those of this test
     options = {"heads": 3, "batch": 1, "d": d, "causal": causal, "return_lse": True}
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(random_inputs(device, n, dtype=torch.bfloat16, **options), "triton")
     assert sorted(set(launched)) == kernels_for(d, together)
 
@@ -574,7 +574,7 @@ def test_gradients_of_float32_factors_in_terms(
     forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "float32_precision": precision}
     inputs = random_inputs(device, n, m, return_lse=True, **options)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -659,7 +659,7 @@ def test_packed_sequences(
         return [draw(number) for number in range(1, 1 + MORE_DRAWS)]
 
     inputs = draw(0)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton", more, KEEPING_THE_OUTPUT)
         first, second = run(inputs, "triton"), run(inputs, "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -704,7 +704,7 @@ def test_rows_behind_the_last_sequence_are_of_none(
     with torch.no_grad():
         for x, (dim, end, _) in zip((*grads, *leaves[:3]), places):
             x.narrow(dim, end, x.shape[dim] - end).fill_(torch.nan)
-    with poisoned_allocations():
+    with poison_allocations():
         outs = flash_attention(**inputs, backend="triton")
         found = [*outs, *torch.autograd.grad(outs, leaves, grads)]
     backward = {"hopper_backward_kernel"} if together else {"hopper_key_kernel", "hopper_query_kernel"}
@@ -741,7 +741,7 @@ def test_rows_of_neighbours_do_not_reach_a_forward(
     inputs |= {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
     if layout is not None:
         inputs |= {name: LAYOUTS[layout](inputs[name]) for name in ("q", "k", "v")}
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
         out, lse = flash_attention(**inputs, backend="triton")
     assert set(launched) == {"units_kernel", "hopper_forward_kernel"}, "nothing is copied"
@@ -753,7 +753,7 @@ def test_rows_of_neighbours_do_not_reach_a_forward(
         for own, name in [(rows, "q"), (keys, "k"), (keys, "v")]:
             for each in own[first::2]:
                 poisoned[name][:, each] = fill
-        with poisoned_allocations():
+        with poison_allocations():
             found = flash_attention(**{**inputs, **poisoned}, backend="triton")
         for each in rows[1 - first :: 2]:
             assert torch.equal(found[0][:, each], out[:, each])

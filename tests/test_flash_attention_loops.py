@@ -17,7 +17,7 @@ from planned_calls import forget_plans, no_plans
 from warploom import flash_attention
 from warploom.ops.flash_attention.bench import OPERATOR
 from warploom.testing.conformance import make_draws, make_more_draws
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 pytestmark = kernels
 
@@ -55,7 +55,7 @@ def test_a_split_is_right_and_gives_the_same_bits_twice(case: dict[str, Any], de
     inputs |= {name: inputs[name].to(device) for name in ("sink", "seqused_k") if name in inputs}
     assert_right({**inputs, "return_lse": True}, "triton")
     first = run(inputs, "triton")
-    with poisoned_allocations():
+    with poison_allocations():
         assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, "triton")))
 
 
@@ -76,7 +76,7 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 ALLOCATIONS_AND_LAUNCHES = """
 import torch
 from warploom import flash_attention, tpa_attention
-from warploom.runtime.launch import Dense, Launch, recording
+from warploom.runtime.launch import Dense, Launch, record_builds
 
 def watch(owner, name, what):
     usual = getattr(owner, name)
@@ -98,7 +98,7 @@ def differentiate(function, *inputs, **options):
     torch.autograd.grad(out, inputs, torch.zeros_like(out))
 
 bounds = torch.tensor([0, 2048, 4096], dtype=torch.int32)
-with recording(90, 132):
+with record_builds(90, 132):
     a, b = tensor(1, 257, 3, 8), tensor(1, 257, 8, 127)
     differentiate(tpa_attention, a, a, a, b, b, b, scale=0.0)
     x = tensor(1, 4096, 1, 128)
@@ -197,7 +197,7 @@ def test_small_problems(
     monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)  # more than some loops have steps
     forget_plans()  # none but those of this test
     options = {"heads": heads, "key_heads": key_heads, "d": d, "causal": causal, "batch": 1, "return_lse": True}
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(random_inputs(device, n, m, dtype=torch.bfloat16, **options), "triton")
     merge = ["combine_kernel"] if parts > 1 else []
     backward = ["backward_small_kernel"] if d <= 64 else ["key_kernel", "query_kernel"]
@@ -235,7 +235,7 @@ def test_float32_factors_in_terms_before_the_loop(
     monkeypatch.setattr(launchers_hopper, "terms_obstacle", lambda *arguments: "those in Triton are tested")
     monkeypatch.setattr(launchers, "best_splits", lambda *arguments: parts)
     forget_plans()  # none but those of this test
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right({**random_inputs(device, **case), "float32_precision": precision}, "triton")
     assert {constants["PRECISION"] for _, constants in launches if "PRECISION" in constants} == {product}
     names = [name for name, _ in launches]
@@ -255,7 +255,7 @@ def test_the_last_section_of_heads_is_narrower(
     n, d = 140, 16
     monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
     inputs = random_inputs(device, n, d=d, batch=1, dtype=torch.bfloat16, return_lse=True, **heads)
-    with poisoned_allocations():
+    with poison_allocations():
         assert_right(inputs, "triton")
 
 

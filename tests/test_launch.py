@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from warploom.runtime import entry, launch
 from warploom.runtime.launch import Dense, Launch, architecture, has_pdl, multiprocessors
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 pytestmark = pytest.mark.stack
 Tensor = torch.Tensor
@@ -104,7 +104,7 @@ def test_an_early_launch_sees_what_the_one_before_it_wrote(size: int, device: to
 @pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
 @pytest.mark.parametrize(("arch", "pdl"), [(80, False), (90, True), (100, True)])
 def test_dependent_launches_are_for_hopper_and_later(arch: int, pdl: bool) -> None:
-    with launch.recording(arch) as builds:
+    with launch.record_builds(arch) as builds:
         assert has_pdl(torch.device("cpu")) is pdl
         reversing(SIZE, pdl)(*tensors(torch.device("cpu")))
     (found,) = builds.values()
@@ -185,7 +185,7 @@ def test_numbers_in_tuples_have_their_declared_width(device: torch.device) -> No
 @pytest.mark.skipif(launch.INTERPRETED, reason="builds need compiled kernels")
 def test_what_a_launch_is_compiled_from() -> None:
     x, out = torch.zeros(2, 3, 8)
-    with launch.recording() as builds:
+    with launch.record_builds() as builds:
         for n, tokens in ((8, 3), (2**40, 1)):  # a variant for any value
             sizes = Sizes(tokens, 1.0, Strides(n, 1))
             Launch(scale_kernel, 1, num_warps=2, **scaling(sizes=sizes))(x, out, n // 8)
@@ -315,7 +315,7 @@ def test_when_a_result_is_allocated_quickly(monkeypatch: pytest.MonkeyPatch) -> 
     near, planned = SimpleNamespace(get_device=lambda: 0, device="cpu"), Dense.rows((SIZE,), torch.float32)
     planned.empty(near)  # type: ignore[arg-type]
     assert quickly == [(SIZE,)]
-    with poisoned_allocations():
+    with poison_allocations():
         assert planned.empty(near).isnan().all()  # type: ignore[arg-type]
     current[0] = 1
     planned.empty(near)  # type: ignore[arg-type]
@@ -332,5 +332,5 @@ def test_what_is_allocated(shape: tuple[int, ...], device: torch.device) -> None
         assert (found.dtype, found.device) == (expected.dtype, expected.device)
     turned = torch.empty(2, 3, 5, device=device).transpose(0, 2)
     assert Dense.like(turned).empty(turned).stride() == turned.stride()
-    with poisoned_allocations():
+    with poison_allocations():
         assert Dense.rows(shape, torch.float16).empty(expected).isnan().all()

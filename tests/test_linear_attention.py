@@ -598,7 +598,7 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 inputs = [zeros(1, 4096, 1, 128) for _ in range(3)]
 theta, decay = (zeros(*shape, dtype=torch.float32) for shape in ((1, 64), (1, 4096, 1)))
-with launch.recording(90, 132) as builds:
+with launch.record_builds(90, 132) as builds:
     linear_attention(*inputs, theta=theta, decay=decay, encoding="rotate", backend="triton").sum().backward()
 for build in builds.values():
     built = build.compile(GPUTarget("cuda", 90, 32))
@@ -623,7 +623,7 @@ from warploom import linear_attention
 from warploom.runtime import launch
 from warploom.testing.build import build
 
-with launch.recording(89) as builds:
+with launch.record_builds(89) as builds:
     for features, theta, options in (
         (128, 64, {"encoding": "rotate"}),
         (128, 128, {"encoding": "cosine"}),
@@ -661,7 +661,7 @@ def kernels(encoding="rotate", features=128, values=None, dtype=torch.bfloat16, 
         shape = 1, features // (2 if encoding == "rotate" else 1)
         theta = torch.zeros(shape, dtype=theta_dtype, requires_grad=theta_gradient)
     q, k, v = zeros(features), zeros(features), zeros(values or features)
-    with launch.recording(90, 1) as builds:
+    with launch.record_builds(90, 1) as builds:
         q, k, v = (x[:, :cut] for x in (q, k, v))
         out = linear_attention(q, k, v, theta=theta, encoding=encoding, backend="triton", **more)
         out.backward(torch.zeros_like(out))

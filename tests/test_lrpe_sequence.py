@@ -289,7 +289,7 @@ made, plan = [], engine.plan_sequence
 engine.plan_sequence = lambda *arguments: made.append(plan(*arguments)) or made[-1]
 for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
     for dtype, exact in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
-        with launch.recording(89, 2) as builds:
+        with launch.record_builds(89, 2) as builds:
             x = torch.zeros(2, 20000, 2, 128, dtype=dtype, requires_grad=True)
             theta = torch.zeros(2, features, requires_grad=exact)
             out = function(x, theta, activation="softmax_sequence", backend="triton")

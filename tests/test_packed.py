@@ -15,7 +15,7 @@ from warploom import flash_attention, lrpe_cosine, lrpe_rotate, tpa_attention
 from warploom.ops.flash_attention import fallback
 from warploom.ops.tpa import api as tpa_api
 from warploom.testing.conformance import draw_like
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 Tensor = torch.Tensor
 NAN = float("nan")
@@ -71,7 +71,7 @@ def _run(case: Case, backend: str, made: dict[str, Tensor], grads: tuple[Tensor,
     device = next(iter(made.values())).device
     leaves = {name: x.clone().requires_grad_() for name, x in made.items()}
     packed = {name: torch.tensor(x, device=device) for name, x in bounds.items()}
-    with poisoned_allocations():
+    with poison_allocations():
         found = case.call(**leaves, **packed, **case.options, backend=backend)
         outs = found if isinstance(found, tuple) else (found,)
         gradients = torch.autograd.grad(outs, list(leaves.values()), grads)

@@ -20,7 +20,7 @@ from warploom.ops.flash_attention.triton import launch_small as launchers_small
 from warploom.ops.rotary_attention import engine as module
 from warploom.ops.rotary_attention.api import rotary_attention
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 Tensor = torch.Tensor
 SCALE = 0.3
@@ -46,7 +46,7 @@ def compiled(qkv: Tensor, theta: Tensor, heads: int, interleaved: bool) -> Tenso
 
 def results(attend: Callable[..., Tensor], *inputs: Tensor, heads: int, interleaved: bool = False) -> list[Tensor]:
     """Attention and the gradients of the inputs that want one, on poisoned memory."""
-    with poisoned_allocations():
+    with poison_allocations():
         out = attend(*inputs, heads, interleaved)
         grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
         return [out, *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad)]

@@ -167,7 +167,7 @@ from sanitizer_calls import CALLS
 from warploom.runtime import launch
 
 kernels = sanitize.package_kernels()
-with launch.recording(90, 132) as builds:
+with launch.record_builds(90, 132) as builds:
     for call in CALLS:
         if call.group != "bench":
             call.run(torch.device("cpu"))

@@ -11,7 +11,7 @@ from test_tpa import assert_accurate, factors, lengths
 
 from warploom import tpa_decode
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -140,7 +140,7 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
 def test_it_is_accurate(device: torch.device, model: Any, rank: int, keys: int, dtype: torch.dtype) -> None:
     inputs = model(device, rank, keys=keys, dtype=dtype)
     assert taken(inputs)
-    with poisoned_allocations():
+    with poison_allocations():
         found = tpa_decode(**inputs, backend="triton")
     assert_accurate(found, inputs)
 

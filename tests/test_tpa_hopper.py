@@ -12,7 +12,7 @@ from warploom import tpa_attention
 from warploom.ops.tpa import reference
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -33,7 +33,7 @@ def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: 
     if grad is None:
         aq, bq, bv = inputs["aq"], inputs["bq"], inputs["bv"]
         grad = torch.randn(*(bq if aq is None else aq).shape[:3], bv.shape[3], device=bq.device, dtype=bq.dtype)
-    with poisoned_allocations():
+    with poison_allocations():
         found = run(inputs, grad, tpa_attention, backend="triton", **options)
     expected = run(double, grad, reference.tpa_attention, **options)
     accuracy = compare(found, expected, run(inputs, grad, reference.tpa_attention, **options))
@@ -143,7 +143,7 @@ def test_launches_that_overlap_give_the_bits_of_those_that_do_not(
     with monkeypatch.context() as patch:
         alone(patch)
         expected = [run(*call, tpa_attention, backend="triton") for call in calls]
-    for memory in (nullcontext(), poisoned_allocations()):
+    for memory in (nullcontext(), poison_allocations()):
         with memory:
             found = [run(*call, tpa_attention, backend="triton") for call in 4 * calls]
         for results, wanted in zip(found, 4 * expected):

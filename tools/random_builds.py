@@ -33,7 +33,7 @@ MULTIPROCESSORS = 132
 
 def variants_of(call: Call, arch: int) -> list[launch.Build]:
     """What a call would launch; nothing if it is refused."""
-    with launch.recording(arch, MULTIPROCESSORS) as builds:
+    with launch.record_builds(arch, MULTIPROCESSORS) as builds:
         try:
             Prepared(call, torch.device("cpu"), "triton").run()
         except WarploomError:

@@ -47,10 +47,11 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
         benches = importlib.import_module("warploom.bench.registry").benches
     builds: dict[str, Any] = {}
     launched: list[str] = []
-    usual = launch.recording
+    name_there = "record_builds" if hasattr(launch, "record_builds") else "recording"  # of earlier code
+    usual = getattr(launch, name_there)
 
     @contextlib.contextmanager
-    def recording(*gpu: int) -> Iterator[Any]:
+    def record_builds(*gpu: int) -> Iterator[Any]:
         with usual(*gpu) as found:
             yield found
         for build in found.values():
@@ -58,7 +59,7 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
             builds[name] = (build, gpu[0])
             launched.append(name)
 
-    launch.recording = recording  # type: ignore[assignment]
+    setattr(launch, name_there, record_builds)
     registry = {bench.record_name: bench for bench in benches().values()}
     planned: dict[str, tuple[str, list[Any]]] = {}
     for line in (folder / FILE).read_text(encoding="utf-8").splitlines():

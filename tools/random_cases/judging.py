@@ -19,7 +19,7 @@ from random_cases.definitions import function_of, reference_of
 from warploom.errors import BackendError
 from warploom.ops.flash_attention.reference import factor_of
 from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 __all__ = ["Failure", "Prepared", "Verdict", "gradients_of", "judge", "judge_entry", "repeat"]
 
@@ -286,7 +286,7 @@ def _compare(prepared: Prepared) -> tuple[list[Accuracy], list[Tensor]]:
     """Returns what one draw came to, and its bits; everything but accuracy is judged."""
     call = prepared.call
     exact, eager = (_guard(functools.partial(prepared.define, dtype)) for dtype in (torch.float64, None))
-    with poisoned_allocations():
+    with poison_allocations():
         outputs, gradients = _guard(prepared.run)
     found = [*outputs, *gradients]
     if len(found) != len(exact):

@@ -83,7 +83,7 @@ def _recorded(run: Callable[[], object], gpu: str) -> dict[tuple[Any, ...], Any]
     from warploom.runtime import launch
 
     capability, multiprocessors = map(int, _GPU.match(gpu).groups())  # type: ignore[union-attr]
-    with launch.recording(capability, multiprocessors) as builds:
+    with launch.record_builds(capability, multiprocessors) as builds:
         run()
     return builds
 

@@ -67,7 +67,7 @@ def _explain(chosen: list[Bench], options: argparse.Namespace) -> None:
     from warploom.bench.runner import Selection, plan
     from warploom.errors import ArgumentError
     from warploom.ops.spec import KERNELS, Unsupported
-    from warploom.runtime.choices import noting
+    from warploom.runtime.choices import collect_notes
 
     if not re.fullmatch(r"sm_\d+/\d+", options.gpu):
         raise ArgumentError(f"--gpu {options.gpu}: expected compute capability and multiprocessors, as sm_90/132")
@@ -75,7 +75,7 @@ def _explain(chosen: list[Bench], options: argparse.Namespace) -> None:
     for bench, case in {(unit.bench.name, str(unit.case)): (unit.bench, unit.case) for unit in units}.values():
         _say(" ".join([bench.name, *(shlex.quote(f"{key}={as_option(case[key])}") for key in case)]))
         mode = "fwd_bwd" if "bwd" in bench.modes else "fwd"
-        with noting() as notes:
+        with collect_notes() as notes:
             try:
                 builds = builds_of(bench, case, bench.own or KERNELS, mode, options.gpu, drawn=False)
             except Unsupported as reason:

@@ -259,13 +259,13 @@ class Bench:
         return [name for other in self.others for name in other.providers]
 
 
-def compiled_briefly(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_briefly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a peer for its case without autotuning: `COMPILED_BRIEFLY`."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled
 
 
-def compiled_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
+def compile_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
     """Compile a peer for its case with the compiler's autotuning.
 
     Args:

@@ -66,7 +66,7 @@ def make_charts(section: Section, panel: Panel, mode: str) -> list[Chart]:
 
 def render_chart(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
     """Returns a chart as an SVG element. ``numbers`` are the numbers of providers in the classes of lines."""
-    return _element(_draw(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
+    return _make_element(_draw(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title)
 
 
 def render_picture(
@@ -75,9 +75,9 @@ def render_picture(
     """Returns charts in columns with heads, a title above and a legend below, as an SVG file."""
     drawn = {n for column in columns for chart in column for n, line in chart.lines.items() if any(line.values())}
     width, legend = WIDTH * len(columns), [name for name in styles if name in drawn]
-    parts = [_text(width // 2, 18, title, "middle", 14)]
+    parts = [_draw_text(width // 2, 18, title, "middle", 14)]
     for i, (head, column) in enumerate(zip(heads, columns, strict=True)):
-        parts.append(_text(i * WIDTH + WIDTH // 2, 42, head, "middle", 13))
+        parts.append(_draw_text(i * WIDTH + WIDTH // 2, 42, head, "middle", 13))
         for j, chart in enumerate(column):
             parts.append(f'<g transform="translate({i * WIDTH} {50 + j * HEIGHT})">{_draw(chart, styles, {})}</g>')
     top = 50 + HEIGHT * max(map(len, columns)) + 14
@@ -85,13 +85,13 @@ def render_picture(
     per_row = max(1, width // room)
     for i, name in enumerate(legend):
         x, y = 20 + i % per_row * room, top + i // per_row * 20
-        parts.append(_path(f"M{x} {y - 4}h24", styles[name]) + _marks([(x + 12, y - 4)], styles[name]))
-        parts.append(_text(x + 30, y, name, "start", 13))
+        parts.append(_draw_path(f"M{x} {y - 4}h24", styles[name]) + _draw_marks([(x + 12, y - 4)], styles[name]))
+        parts.append(_draw_text(x + 30, y, name, "start", 13))
     height = top + 20 * -(-len(legend) // per_row)
-    return _element("".join(parts), width, height, title, MUTED) + "\n"
+    return _make_element("".join(parts), width, height, title, MUTED) + "\n"
 
 
-def _element(body: str, width: int, height: int, title: str, colour: str = "") -> str:
+def _make_element(body: str, width: int, height: int, title: str, colour: str = "") -> str:
     about = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
     more = f' color="{colour}" width="{width}" height="{height}" font-family="sans-serif"' if colour else ""
     return f'<svg xmlns="http://www.w3.org/2000/svg" {about}{more}>{body}</svg>'
@@ -107,11 +107,11 @@ def _draw(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) 
     parts = [f'<path d="{rules}" stroke="currentColor" stroke-opacity=".2" fill="none"/>']
     if chart.share:
         parts.append(f'<path d="M{LEFT} {up(1.0)}H{right}" stroke="currentColor" stroke-dasharray="2 3"/>')
-    parts += [_text(LEFT - 5, y + 4, label, "end") for y, label in ticks_y]
-    parts += [_text(x, low + 15, label, "middle") for x, label in ticks_x if label]
+    parts += [_draw_text(LEFT - 5, y + 4, label, "end") for y, label in ticks_y]
+    parts += [_draw_text(x, low + 15, label, "middle") for x, label in ticks_x if label]
     parts += [
-        _text((LEFT + right) // 2, HEIGHT - 4, chart.x_name, "middle"),
-        _text(LEFT, 14, chart.title, "start", 12),
+        _draw_text((LEFT + right) // 2, HEIGHT - 4, chart.x_name, "middle"),
+        _draw_text(LEFT, 14, chart.title, "start", 12),
     ]
     for name, line in chart.lines.items():
         runs = _split_runs([(across[x], up(y) if (y := line.get(x)) else None) for x in chart.xs])
@@ -127,9 +127,9 @@ def _draw(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int]) 
         outlines = "".join(f"M{_join([*low, *reversed(high)])}z" for low, high in zip(*outline) if len(low) > 1)
         band = f'<path d="{outlines}" fill="{look.colour}" fill-opacity=".2"/>' if outlines else ""
         path = "".join(f"M{_join(run)}" for run in runs)
-        marks = _marks([point for run in runs for point in run], look)
+        marks = _draw_marks([point for run in runs for point in run], look)
         group = f' class="s{numbers[name]}"' if name in numbers else ""
-        parts.append(f"<g{group}>{band}{_path(path, look)}{marks}</g>")
+        parts.append(f"<g{group}>{band}{_draw_path(path, look)}{marks}</g>")
     return "".join(parts)
 
 
@@ -142,12 +142,12 @@ def _join(points: Sequence[tuple[int, int]]) -> str:
     return "L".join(f"{x} {y}" for x, y in points)
 
 
-def _path(path: str, look: Look) -> str:
+def _draw_path(path: str, look: Look) -> str:
     dots = ' stroke-dasharray="2 3"' if look.dotted else ""
     return f'<path d="{path}" stroke="{look.colour}" stroke-width="{look.width:g}" fill="none"{dots}/>'
 
 
-def _marks(points: Sequence[tuple[int, int]], look: Look) -> str:
+def _draw_marks(points: Sequence[tuple[int, int]], look: Look) -> str:
     if not look.marker:
         return ""
     path = "".join(_SHAPES[look.marker].format(x - 3, y - 3) for x, y in points)
@@ -157,7 +157,7 @@ def _marks(points: Sequence[tuple[int, int]], look: Look) -> str:
     return f'<path d="{path}" {pen}/>'
 
 
-def _text(x: int, y: int, words: str, anchor: str, points: int = 11) -> str:
+def _draw_text(x: int, y: int, words: str, anchor: str, points: int = 11) -> str:
     place = f'x="{x}" y="{y}" font-size="{points}" text-anchor="{anchor}"'
     return f'<text {place} fill="currentColor">{escape(words)}</text>'
 

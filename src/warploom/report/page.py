@@ -37,20 +37,20 @@ def render(sources: Sequence[Path]) -> str:
         .render(
             title=TITLE,
             sources=[str(source) for source in sources],
-            headlines=_headlines(used.values(), {point.record.run for point in points}),
-            warnings=_warnings([point.record for point in points], used),
+            headlines=_make_headlines(used.values(), {point.record.run for point in points}),
+            warnings=_make_warnings([point.record for point in points], used),
             environments=used,
             facts=list(dict.fromkeys(facts)),
             summary=make_summary_table([row for section in sections for row in summarize(section)]),
             states=count_states(points),
             total=len(points),
-            sections=[_section_view(section) for section in sections],
+            sections=[_prepare_section(section) for section in sections],
         )
     )
     return page
 
 
-def _headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
+def _make_headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
     """Returns a line for each device with its versions, and the commits of the runs that were measured there."""
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
     marks = {"dirty": " with changes", "commit_given": " as given"}
@@ -65,7 +65,7 @@ def _headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[s
     return [f"{line} · commit {', '.join(sorted(commits))}" if commits else line for line, commits in found.items()]
 
 
-def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _make_warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns warnings against comparing numbers of different environments or runs."""
     environment = f"The records are of {len(environments)} environments: compare times within a run alone."
     runs = len({record.run for record in records if record.ms})
@@ -73,14 +73,14 @@ def _warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str,
     return [environment] * (len(environments) > 1) + [run] * (runs > 1)
 
 
-def _section_view(section: Section) -> dict[str, Any]:
+def _prepare_section(section: Section) -> dict[str, Any]:
     """Prepare a section for the template."""
     styles = choose_looks(sorted([*section.providers, LIMIT]), section.emphasis)
     numbers = {name: i for i, name in enumerate(section.providers)}
     modes = list(dict.fromkeys(mode for panel in section.panels for mode in panel.modes))
     choices = {**section.choices, "mode": modes}
     panels = [
-        _panel_view(section, panel, mode, styles, numbers) for panel in section.panels for mode in panel.modes
+        _prepare_panel(section, panel, mode, styles, numbers) for panel in section.panels for mode in panel.modes
     ]
     return {
         "name": section.operator,
@@ -94,7 +94,7 @@ def _section_view(section: Section) -> dict[str, Any]:
     }
 
 
-def _panel_view(
+def _prepare_panel(
     section: Section, panel: Panel, mode: str, styles: Mapping[str, Look], numbers: Mapping[str, int]
 ) -> dict[str, Any]:
     labels = {name: panel.labels.get(name, UNSET) for name in section.choices} | {"mode": mode}

@@ -239,15 +239,15 @@ def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None)
         groups.setdefault(entry[0].operator, []).append(entry)
     known = {bench.record_name: bench for bench in benches().values()}
     names = [*(name for name in known if name in groups), *(name for name in groups if name not in known)]
-    return [_section(name, groups[name], known.get(name)) for name in names]
+    return [_make_section(name, groups[name], known.get(name)) for name in names]
 
 
-def _section(operator: str, entries: Sequence[_RecordState], bench: Bench | None) -> Section:
+def _make_section(operator: str, entries: Sequence[_RecordState], bench: Bench | None) -> Section:
     cases = [record.case for record, _, _ in entries]
-    x = bench.x if bench else _axis(cases)
+    x = bench.x if bench else _guess_axis(cases)
     parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
     parameters = [name for name in parameters if not _is_determined(cases, name)]
-    constants = {name: cases[0].get(name) for name in parameters if _count(cases, name) == 1}
+    constants = {name: cases[0].get(name) for name in parameters if _count_values(cases, name) == 1}
     several = len({device for _, device, _ in entries}) > 1
     panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
     for record, device, state in entries:
@@ -271,11 +271,11 @@ def _section(operator: str, entries: Sequence[_RecordState], bench: Bench | None
     )
 
 
-def _axis(cases: Sequence[Mapping[str, Any]]) -> str:
+def _guess_axis(cases: Sequence[Mapping[str, Any]]) -> str:
     """Guess the parameter along the axis, for a bench that is not in the registry."""
     names = sorted({name for case in cases for name in case})
     likely = [name for name in ("n", "m") if name in names]
-    return likely[0] if likely else max(names, key=lambda name: _count(cases, name), default="n")
+    return likely[0] if likely else max(names, key=lambda name: _count_values(cases, name), default="n")
 
 
 def _is_determined(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
@@ -286,5 +286,5 @@ def _is_determined(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
     return len(whole) == len({json.dumps({**json.loads(case), name: None}, sort_keys=True) for case in whole})
 
 
-def _count(cases: Sequence[Mapping[str, Any]], name: str) -> int:
+def _count_values(cases: Sequence[Mapping[str, Any]], name: str) -> int:
     return len({json.dumps(case.get(name), sort_keys=True) for case in cases})

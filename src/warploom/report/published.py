@@ -42,7 +42,7 @@ class Published:
 @cache
 def read_published() -> tuple[Published, ...]:
     """Read every published figure, in the order of the files and their lines."""
-    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _rows(path))
+    return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _read_rows(path))
 
 
 def make_published_table(section: Section, panel: Panel, mode: str) -> Table | None:
@@ -61,13 +61,13 @@ def make_published_table(section: Section, panel: Panel, mode: str) -> Table | N
     return Table.of([section.x, *names], found)
 
 
-def _rows(path: Path) -> Iterator[Published]:
+def _read_rows(path: Path) -> Iterator[Published]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             gpu, operator, metric, mode, provider, value, *_ = row.values()
-            case = {name: _value(text) for name, text in list(row.items())[6:] if text}
+            case = {name: _read_value(text) for name, text in list(row.items())[6:] if text}
             yield Published(gpu, operator, metric, mode, provider, float(value) if value else None, case)
 
 
-def _value(text: str) -> int | str | bool:
+def _read_value(text: str) -> int | str | bool:
     return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)

@@ -65,7 +65,7 @@ def render_text(tables: Sequence[Table], width: int = 80) -> str:
     for table in tables:
         if table.title:
             out.write(textwrap.fill(table.title, width, subsequent_indent="  ") + "\n")
-        for columns in _columns(table, width):
+        for columns in _group_columns(table, width):
             drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
             for column in columns:
                 wordy = any(not _is_number(row[column].text) for row in table.rows)
@@ -80,7 +80,7 @@ def render_text(tables: Sequence[Table], width: int = 80) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _columns(table: Table, width: int) -> list[list[int]]:
+def _group_columns(table: Table, width: int) -> list[list[int]]:
     """Returns columns in groups that fit the width, each with the columns of words first."""
     lengths = [
         max(map(len, "\n".join([_fold(head), *(format_cell(row[i]) for row in table.rows)]).split("\n"))) + 2

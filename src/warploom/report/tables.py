@@ -32,16 +32,16 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
     for section in arrange(records):
         for panel in section.panels:
             for mode in panel.modes:
-                title = _title(section, panel, mode)
+                title = _make_title(section, panel, mode)
                 time = make_time_table(section, panel, mode)
-                notes = [*time.notes, *_notes(section, panel, mode)]
+                notes = [*time.notes, *_make_notes(section, panel, mode)]
                 found.append(replace(time, title=f"{title}  ms", notes=notes))
                 memory = make_metric_table(section, panel, mode, "peak_memory_mib")
                 found += [] if memory is None else [replace(memory, title=f"{title}  peak MiB")]
     return found
 
 
-def _notes(section: Section, panel: Panel, mode: str) -> list[str]:
+def _make_notes(section: Section, panel: Panel, mode: str) -> list[str]:
     """Returns a line for each different failure or disturbance."""
     several: dict[tuple[str, str], list[str]] = {}
     for failure in group_failures(panel, mode):
@@ -52,7 +52,7 @@ def _notes(section: Section, panel: Panel, mode: str) -> list[str]:
     return [note if len(note) <= _LONGEST_NOTE else f"{note[: _LONGEST_NOTE - 1]}…" for note in notes]
 
 
-def _title(section: Section, panel: Panel, mode: str) -> str:
+def _make_title(section: Section, panel: Panel, mode: str) -> str:
     parameters = {**section.constants, **panel.parameters}
     dtype = str(parameters.pop("dtype", ""))
     words = [f"{name} {spell(value)}" for name, value in parameters.items() if value is not None]
@@ -76,7 +76,7 @@ def make_time_table(section: Section, panel: Panel, mode: str) -> Table:
         wall = (point.record.details or {}).get("clock") == "wall"
         return Cell(format_number(point.ms) + "‡" * wall)
 
-    table = _by_provider(section, panel, mode, cell)
+    table = _make_table(section, panel, mode, cell)
     rows = []
     for x, row in zip(panel.xs(mode), table.rows, strict=True):
         ours = next((lines[name][x] for name in section.own_names if x in lines.get(name, {})), None)
@@ -84,7 +84,7 @@ def make_time_table(section: Section, panel: Panel, mode: str) -> Table:
         verdict = {"faster": "", "same": " level"}.get(pair.verdict, "") if pair else ""
         best = Cell(f"{pair.b.provider} {format_ratio(pair.ratio)}{verdict}" if pair else "")
         # The rates that were reached: least bytes over time, and operations over time.
-        rates = [_rate(ours, "min_bytes", 1e6), _rate(ours, "flops", 1e9)]
+        rates = [_format_rate(ours, "min_bytes", 1e6), _format_rate(ours, "flops", 1e9)]
         share = (ours and ours.fraction) or None
         shaded = Cell(f"{share:.0%}", share=min(share, 1.0)) if share else Cell("")
         rows.append([*row, Cell(format_number(limits.get(x))), shaded, best, *rates])
@@ -111,7 +111,7 @@ def make_metric_table(section: Section, panel: Panel, mode: str, metric: str) ->
         value = getattr(record, metric)
         return Cell("") if value is None else Cell(f"{value / 2**20 if metric == 'min_bytes' else value:,.1f}")
 
-    table = _by_provider(section, panel, mode, cell)
+    table = _make_table(section, panel, mode, cell)
     return table.drop_empty_columns() if any(cell.text for row in table.rows for cell in row[1:]) else None
 
 
@@ -127,7 +127,7 @@ def group_failures(panel: Panel, mode: str) -> list[FailureGroup]:
     ]
 
 
-def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Point], Cell]) -> Table:
+def _make_table(section: Section, panel: Panel, mode: str, cell: Callable[[Point], Cell]) -> Table:
     lines = panel.at(mode)
     names = [
         name
@@ -142,6 +142,6 @@ def _by_provider(section: Section, panel: Panel, mode: str, cell: Callable[[Poin
     return Table([section.x, *names], rows)
 
 
-def _rate(point: Point | None, field: str, scale: float) -> Cell:
+def _format_rate(point: Point | None, field: str, scale: float) -> Cell:
     value = getattr(point.record, field) if point and point.ms else None
     return Cell(f"{value / point.ms / scale:.3g}" if point and point.ms and value else "")

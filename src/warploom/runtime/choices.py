@@ -1,4 +1,4 @@
-"""Which kernels calls take, and why, for a person who asks: see ``warploom list --explain``."""
+"""Notes on the choice of kernels for a call, for ``warploom list --explain``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _notes: list[tuple[str, str]] | None = None
 
 
 def note(step: str, text: str) -> None:
-    """Keep what was decided on a step of a call, where someone asks; a call that is planned decides nothing."""
+    """Note the decision on a step of a call, if notes are collected. A call that is planned makes no decisions."""
     if _notes is not None:
         _notes.append((step, text))
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[tuple[str, str]]]:
-    """Collect what is noted meanwhile, each as the step and a text."""
+def collect_notes() -> Iterator[list[tuple[str, str]]]:
+    """Collect notes, each a step and a text, within a context."""
     global _notes
     previous, _notes = _notes, []
     try:

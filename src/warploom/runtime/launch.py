@@ -45,7 +45,7 @@ __all__ = [
     "has_pdl",
     "is_recording",
     "multiprocessors",
-    "recording",
+    "record_builds",
     "runs_on_cpu",
     "shared_memory",
     "supports_tma",
@@ -355,7 +355,7 @@ def _encode(description: DescriptorTemplate, encode: Any, known: dict[int, Any],
 
 
 @contextlib.contextmanager
-def recording(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tuple[Any, ...], Build]]:
+def record_builds(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tuple[Any, ...], Build]]:
     """Record the builds that launches would compile for a GPU, and launch nothing. It needs no GPU.
 
     Args:
@@ -384,7 +384,7 @@ def runs_on_cpu() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of a GPU's multiprocessors; for a CPU that of `recording`. Raises as `architecture`."""
+    """Returns the number of a GPU's multiprocessors, or that of `record_builds` for a CPU. Raises for "meta"."""
     return _multiprocessors(device) if _is_gpu(device) else _recorded_multiprocessors
 
 
@@ -409,7 +409,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """Returns a GPU's compute capability, times ten (0 for one of AMD); for a CPU that of `recording`.
+    """Returns a GPU's compute capability, times ten (0 for one of AMD); for a CPU that of `record_builds`.
 
     Raises:
         ValueError: The device is "meta". Plans use meta tensors for layouts, and must ask for the GPU by the

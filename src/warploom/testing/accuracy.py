@@ -129,7 +129,7 @@ def compare_each(
     """
     outputs, references, eagers = map(as_tuple, (output, reference, eager))
     if not len(outputs) == len(references) == len(eagers):
-        return [_failure(f"{len(outputs)} outputs where the reference has {len(references)}", 0)]
+        return [_fail(f"{len(outputs)} outputs where the reference has {len(references)}", 0)]
     spared = spared or [None] * len(outputs)
     compared = enumerate(zip(outputs, references, eagers, spared))
     return [_compare_one(out, ref, low, index, factor, spare) for index, (out, ref, low, spare) in compared]
@@ -178,19 +178,19 @@ def _compare_one(
 ) -> Accuracy:
     if output.shape != reference.shape:
         expected, got = tuple(reference.shape), tuple(output.shape)
-        return _failure(f"output {index} has shape {got}; expected {expected}", index)
+        return _fail(f"output {index} has shape {got}; expected {expected}", index)
     if eager.shape != reference.shape:
         expected, got = tuple(reference.shape), tuple(eager.shape)
-        return _failure(f"eager output {index} has shape {got}; the float64 reference's is {expected}", index)
+        return _fail(f"eager output {index} has shape {got}; the float64 reference's is {expected}", index)
     if output.dtype != eager.dtype:
-        return _failure(f"output {index} has dtype {output.dtype}; expected {eager.dtype}", index)
+        return _fail(f"output {index} has dtype {output.dtype}; expected {eager.dtype}", index)
 
     parts: list[_PieceSums] = []
-    for start, piece in _pieces(tuple(output.shape)):
+    for start, piece in _split(tuple(output.shape)):
         spare = None if spared is None else spared[piece]
         parts.append(_measure(output[piece], reference[piece], eager[piece], start, spare))
         if parts[-1].problem:
-            return _failure(f"output {index} has {parts[-1].problem}", index, parts[-1].worst)
+            return _fail(f"output {index} has {parts[-1].problem}", index, parts[-1].worst)
 
     blocks = [part.blocks for part in parts if part.blocks is not None]
     parts = parts or [_PieceSums()]
@@ -243,7 +243,7 @@ class _Blocks:
         expected = torch.maximum(eager, usual * size).clamp(min=least * math.sqrt(math.prod(self.sizes)))
         budget = UNEVEN * (factor * (2 * expected + half_epsilon * size) + sum(spared))
         ratios = torch.where(error == 0, 0.0, error / budget)
-        place = _index(ratios, (0,) * ratios.dim())
+        place = _find_index(ratios, (0,) * ratios.dim())
         corner = tuple(first + step * size for first, step, size in zip(self.start, place, self.sizes))
         return float(ratios[place]), corner
 
@@ -283,18 +283,18 @@ def _measure(
     expected = reference.to(output.dtype)  # a perfect result: it decides where infinities belong
     wrong_nan = output.isnan() != expected.isnan()
     if bool(wrong_nan.any()):
-        return _PieceSums(worst=_index(wrong_nan, start), problem="NaN out of place")
+        return _PieceSums(worst=_find_index(wrong_nan, start), problem="NaN out of place")
     wrong_infinity = (output != expected) & (output.isinf() | expected.isinf())
     if bool(wrong_infinity.any()):
         problem = "an infinity out of place or of the wrong sign"
-        return _PieceSums(worst=_index(wrong_infinity, start), problem=problem)
+        return _PieceSums(worst=_find_index(wrong_infinity, start), problem=problem)
 
     finite = expected.isfinite()
     # Where the eager reference itself overflows it sets no budget.
     eager_error = (eager.double() - reference).abs_().masked_fill_(~(finite & eager.isfinite()), 0.0)
     error = (output.double() - reference).abs_().masked_fill_(~finite, 0.0)
     size = reference.double().abs().masked_fill_(~finite, 0.0)
-    worst = _index(error, start)
+    worst = _find_index(error, start)
     # Largest values before squares, which are taken in place; one transfer for all the figures.
     largest = [values.max() for values in (error, eager_error, size)]
     squares = [values.square_().sum() for values in (error, eager_error, size)]
@@ -303,7 +303,7 @@ def _measure(
     return _PieceSums(int(count), tuple(figures[:3]), tuple(figures[3:]), worst, blocks=blocks)
 
 
-def _index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
+def _find_index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the index, in the whole tensor, of the largest value of the piece that begins at ``start``."""
     flat = int((values.int() if values.dtype == torch.bool else values).argmax())
     within = []  # `torch.unravel_index` imports SymPy, which takes seconds
@@ -313,7 +313,7 @@ def _index(values: Tensor, start: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(first + step for first, step in zip(start, reversed(within)))
 
 
-def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+def _split(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """Yield boxes of at most ``CHUNK`` elements that cover a shape: the index where each starts, and its slices.
 
     Unlike flattening, slicing never copies.
@@ -333,7 +333,7 @@ def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[sli
         boxes += [(*box[:axis], half, *box[axis + 1 :]) for half in ((middle, stop), (start, middle))]
 
 
-def _failure(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
+def _fail(problem: str, index: int, worst: tuple[int, ...] = ()) -> Accuracy:
     return Accuracy(False, math.inf, 0.0, math.inf, 0.0, worst, index, problem)
 
 

@@ -1,7 +1,7 @@
 """Compile every kernel variant that the operators' cases launch, for any GPU, without one.
 
 ``python -m warploom.testing.build [OPERATOR ...] --arch 80 89 90`` runs the cases on CPU tensors while
-`warploom.runtime.launch.recording` records the builds. It compiles each distinct variant to machine code, and
+`warploom.runtime.launch.record_builds` records the builds. It compiles each distinct variant to machine code, and
 prints the registers, stack and shared memory that the assembler reports. It exits with 1 if a kernel does not
 compile, compiles to a trap, needs more shared memory than the GPU has, or spills more registers to the stack than
 its operator's ``spills`` allow (by default none). Those are known for one version of Triton; with another, spills
@@ -91,7 +91,7 @@ def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch
     operators launch belongs to the first.
     """
     owners: list[Operator] = []
-    with launch.recording(arch) as builds:
+    with launch.record_builds(arch) as builds:
         for operator in chosen:
             for case in list_cases(operator):
                 inputs = make_inputs(operator, case, torch.device("cpu"))

@@ -16,7 +16,7 @@ import torch
 from warploom.errors import WarploomError
 from warploom.ops.spec import Case, Inputs, Operator, Outputs
 from warploom.testing.accuracy import Accuracy, as_tuple, compare_each, mean_of, worst_of
-from warploom.testing.poison import poisoned_allocations
+from warploom.testing.poison import poison_allocations
 
 SEED = 2718
 """Seed of every case's inputs, which are the same on all machines."""
@@ -67,7 +67,7 @@ def check_case(operator: Operator, case: Case, backend: str, device: torch.devic
     """Check one case, forward, and backward if an input requires a gradient. An error is a result too."""
     try:
         return _compare_case(operator, case, backend, device)
-    except _failures() as error:
+    except _list_errors() as error:
         dtype, detail = str(case.get("dtype", "")), f"{type(error).__name__}: {error}"
         return [CheckResult(operator.name, dict(case), "fwd", dtype, False, math.inf, detail)]
 
@@ -140,14 +140,14 @@ class _DrawRun(NamedTuple):
         before = {
             name: (t._version, t.detach().clone()) for name, t in inputs.items() if isinstance(t, torch.Tensor)
         }
-        with poisoned_allocations():
+        with poison_allocations():
             output = operator.function(**inputs, backend=backend)
         return cls(inputs, exact_inputs, output, exact, eager, before)
 
     def gradients(self) -> tuple[Outputs, Outputs, Outputs]:
         """Returns the gradients of the backend, of the exact reference and of the eager reference."""
         grad_outputs = draw_like(self.eager)
-        with poisoned_allocations():
+        with poison_allocations():
             found = compute_gradients(self.output, self.inputs, grad_outputs)
         exact = compute_gradients(self.exact, self.exact_inputs, grad_outputs)
         eager = compute_gradients(self.eager, self.inputs, grad_outputs)
@@ -244,7 +244,7 @@ def _is_floating(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def _list_errors() -> tuple[type[Exception], ...]:
     """Returns the errors by which a case may fail: warploom's, PyTorch's (out of memory too) and Triton's."""
     try:
         from triton.errors import TritonError

@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def poisoned_allocations() -> Iterator[None]:
+def poison_allocations() -> Iterator[None]:
     """Let ``torch.empty``, ``empty_like``, ``new_empty`` and ``empty_strided`` fill new tensors with NaN.
 
     This is PyTorch's own setting for uninitialised memory, and no dispatch mode: operators take the same path as in

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.spec import Case, Unsupported, compiled_at_best, need_cuda
+from warploom.ops.spec import Case, Unsupported, compile_at_best, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
@@ -210,7 +210,7 @@ def _flex_attention(case: Case) -> Provider:
         out, lse = flex_attention(q, k, v, return_lse=True, **options)
         return (out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)).transpose(1, 2)
 
-    compiled = compiled_at_best(whole)
+    compiled = compile_at_best(whole)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **_: Any) -> Tensor:
         out: Tensor = compiled(q, k, v, sink)
@@ -378,7 +378,7 @@ def _package(module: str, case: Case) -> Callable[..., Any]:
 
 PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "torch": _plain,
-    "torch_compile": lambda case: compiled_at_best(_plain(case)),
+    "torch_compile": lambda case: compile_at_best(_plain(case)),
     "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
     "cudnn_deterministic": _cudnn_deterministic,
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
@@ -391,7 +391,7 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
 }
 DECODERS: dict[str, Callable[[Case], Provider]] = {
     "torch": lambda case: _decoding(_decode_plain),
-    "torch_compile": lambda case: compiled_at_best(_decoding(_decode_plain)),
+    "torch_compile": lambda case: compile_at_best(_decoding(_decode_plain)),
     "sdpa_cudnn": functools.partial(_decode_sdpa, "CUDNN_ATTENTION"),
     "sdpa_flash": functools.partial(_decode_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_decode_sdpa, "EFFICIENT_ATTENTION"),

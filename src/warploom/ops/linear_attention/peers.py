@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warploom.ops.linear_attention.reference import linear_attention
-from warploom.ops.spec import Case, Outputs, Unsupported, compiled_at_best, need_cuda
+from warploom.ops.spec import Case, Outputs, Unsupported, compile_at_best, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Outputs]
@@ -48,6 +48,6 @@ def _fla(case: Case) -> Provider:
 
 PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "torch": lambda case: linear_attention,
-    "torch_compile": lambda case: compiled_at_best(linear_attention),
+    "torch_compile": lambda case: compile_at_best(linear_attention),
     "fla": _fla,
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warploom.ops.lrpe import reference
-from warploom.ops.spec import COMPILED_BRIEFLY, Case, Unsupported, compiled_at_best, compiled_briefly, need_cuda
+from warploom.ops.spec import COMPILED_BRIEFLY, Case, Unsupported, compile_at_best, compile_briefly, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
@@ -43,7 +43,7 @@ def _compiled_cache(kind: str, case: Case) -> Provider:
         first, second = value.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
 
-    compiled = compiled_at_best(encode)
+    compiled = compile_at_best(encode)
     table: list[Tensor] = []
 
     def cached(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
@@ -62,8 +62,8 @@ def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
     """Builders by name, for ``cosine`` or ``rotate``."""
     return {
         "torch": lambda case: plain(kind),
-        "torch_compile": lambda case: compiled_at_best(plain(kind)),
-        COMPILED_BRIEFLY: lambda case: compiled_briefly(plain(kind)),
+        "torch_compile": lambda case: compile_at_best(plain(kind)),
+        COMPILED_BRIEFLY: lambda case: compile_briefly(plain(kind)),
         "torch_compile_cache": functools.partial(_compiled_cache, kind),
     }
 

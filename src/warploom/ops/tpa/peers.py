@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from warploom.ops.spec import Case, Inputs, Operator, Other, Traffic, Unsupported, compiled_at_best, normal
+from warploom.ops.spec import Case, Inputs, Operator, Other, Traffic, Unsupported, compile_at_best, normal
 from warploom.ops.tpa import reference
 
 Tensor = torch.Tensor
@@ -61,11 +61,11 @@ def naive_attention(
 DECODE: dict[str, Callable[[Case], Provider]] = {
     "torch_naive": lambda case: naive_decode,
     "torch": lambda case: factored_decode,
-    "torch_compile": lambda case: compiled_at_best(factored_decode),
+    "torch_compile": lambda case: compile_at_best(factored_decode),
 }
 ATTENTION: dict[str, Callable[[Case], Provider]] = {
     "torch_naive": lambda case: naive_attention,
-    "torch_naive_compile": lambda case: compiled_at_best(naive_attention),
+    "torch_naive_compile": lambda case: compile_at_best(naive_attention),
 }
 
 # ----------------------------------------------------------------------------------------------------------
