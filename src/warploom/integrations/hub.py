@@ -26,9 +26,9 @@ BACKENDS = ("cuda", "cpu")
 _PACKAGE = Path(warploom.__file__).parent
 _FOLDERS = ("runtime", "device", "ops", "nn", "integrations")
 _FILES = ("__init__.py", "errors.py", "version.py", "py.typed")
-_LEFT = ("bench.py", "peers.py", "spec.py", "hub.py")  # what measures and checks, and this
-_REGISTRY = Path("ops/__init__.py")  # of benches, which are left
-_DISPATCH = Path("runtime/dispatch.py")  # what names the namespace
+_LEFT_OUT = ("bench.py", "peers.py", "spec.py", "hub.py")  # benches and checks, and this file
+_REGISTRY = Path("ops/__init__.py")  # imports benches
+_DISPATCH = Path("runtime/dispatch.py")  # has the namespace's name
 
 
 def build(folder: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def _find_sources() -> Iterator[Path]:
     for name in _FILES:
         yield _PACKAGE / name
     for folder in _FOLDERS:
-        yield from (path for path in sorted((_PACKAGE / folder).rglob("*.py")) if path.name not in _LEFT)
+        yield from (path for path in sorted((_PACKAGE / folder).rglob("*.py")) if path.name not in _LEFT_OUT)
 
 
 def _relocate(path: Path, text: str) -> str:

@@ -106,7 +106,7 @@ def _prefer(ours: Any, theirs: Any) -> Any:
             return results
         if theirs is None:
             raise BackendError(
-                "this PyTorch has no flash attention of its own, and the kernels do not take the call"
+                "this PyTorch has no flash attention of its own, and the kernels do not support the call"
             )
         return theirs.call_boxed(keys, *arguments, **options)
 

@@ -1,4 +1,4 @@
-"""Causal self-attention as a layer, on one of three implementations of the product itself."""
+"""Causal self-attention as a layer, with a choice of implementations."""
 
 from __future__ import annotations
 
@@ -228,13 +228,13 @@ def _check_position(position: object, kv_heads: int, head_dim: int) -> None:
         expected = "a RotaryEmbedding, an LRPE or None"
         raise fault(DtypeError, "Attention", "position", expected, type(position).__name__)
     if position.head_dim != head_dim:
-        expected = f"of the layer's head_dim = {head_dim}, whatever the part that turns (rotary_dim)"
+        expected = f"of the layer's head_dim = {head_dim}, even if rotary_dim is less"
         raise fault(ArgumentError, "Attention", "position", expected, f"head_dim = {position.head_dim}")
     if isinstance(position, LRPE) and kv_heads % position.heads:
         expected = f"of as many heads as keys have, kv_heads = {kv_heads}, or a divisor"
         raise fault(ArgumentError, "Attention", "position", expected, f"heads = {position.heads}")
     if isinstance(position, LRPE) and position.activation == "softmax_sequence":
-        expected = "of an activation that looks at no later token"
+        expected = "of an activation that does not depend on later tokens"
         raise fault(ArgumentError, "Attention", "position", expected, repr(position.activation))
 
 

@@ -251,7 +251,7 @@ class TokenCache(_Cache):
                 raise fault(DeviceError, name, argument, f"on the device {whose}, {like.device}", tensor.device)
 
     def _grow(self, needed: int, new: tuple[Tensor, ...]) -> None:
-        *_, allocated = [store.shape[1] for store in self._held]  # of all: each is looked at in every call
+        *_, allocated = [store.shape[1] for store in self._held]  # of all: every call reads the same sizes
         if needed <= allocated and self._is_filled:
             return
         size = self.capacity or max(self._FIRST, 2 * allocated, needed)

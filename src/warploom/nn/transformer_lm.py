@@ -518,7 +518,7 @@ def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.G
     probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     if top_p < 1:
         ordered, index = probabilities.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered  # of all more likely tokens: 0 for the first, which always stays
+        before = ordered.cumsum(dim=-1) - ordered  # of more likely tokens; 0 for the first, so that it is kept
         probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered.masked_fill(before >= top_p, 0.0))
     return torch.multinomial(probabilities, 1, generator=generator)  # needs no sum of one
 

@@ -216,7 +216,7 @@ def _count_traffic(operator: Operator, case: Case, mode: str) -> Traffic:
     shapes = {key: _move(value, "meta") for key, value in inputs.items()}
     try:
         outputs = as_tuple(operator.reference(**shapes))
-    except Exception as error:  # whatever the user's own code cannot do without values
+    except Exception as error:  # the user's code may need values
         raise ArgumentError(
             f"time_functions: give traffic; sizes of the outputs cannot be worked out without values ({error})"
         ) from error

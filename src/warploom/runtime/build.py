@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 COMPILED_WITH = {"enable_fp_fusion": True}
-"""Options of every kernel: products and sums may be one operation, whatever a version of Triton does by default."""
+"""Options of every kernel: products and sums are fused, whatever the default of a version of Triton."""
 ALIGNMENT = 16  # bytes, of an address that is read or written 128 bits at a time
 CONSTANT = "constexpr"
 TYPE_NAMES = {

@@ -148,8 +148,8 @@ class Function:
         kind = key = None
         if given and type(number) is int and not is_watched():
             absent = tuple([tensor is None for tensor in tensors])
-            # Types first: what is equal to nothing, or to several things at once, has a type of its own. True
-            # equals 1, and is not as good.
+            # Types come first, so that values of different types, such as a number and an array, are not compared.
+            # And True equals 1, but is another option.
             kind = (_types_of(options), absent, backend, options)
             enabled = _is_grad_enabled()
             # (a) The guard: is this a call like one of the last few?

@@ -66,7 +66,7 @@ def _round_bfloat16_to_nearest() -> None:
         if value.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
             return cast(self, value, dtype)
         bits = np.ascontiguousarray(value.data).view(np.uint32)
-        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # of two as near, the even one
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # ties to even
         result = np.where(np.isnan(value.data), bits >> 16 | 0x40, nearest)
         return _Handle(result.astype(np.uint16), dtype.scalar)
 

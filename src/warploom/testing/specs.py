@@ -38,7 +38,7 @@ def load_specs(paths: Iterable[Path]) -> list[SpecFile]:
 
     Args:
         paths: Python files with ``OPERATORS`` (a sequence of `Operator`), ``BENCHES`` (of `Bench`) or both; a
-            folder stands for all of its files whose names begin with no underscore. A file in a folder with an
+            folder means all of its files whose names do not begin with an underscore. A file in a folder with an
             ``__init__.py`` is imported as part of that package, so that it may import its neighbours relatively;
             any other finds its neighbours as a script does.
 
