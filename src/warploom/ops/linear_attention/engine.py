@@ -111,7 +111,7 @@ class States(NamedTuple):
         return states
 
 
-class Product(NamedTuple):
+class ProductPlan(NamedTuple):
     """Plan of a product over rows: see `triton.product`."""
 
     launch: Launch
@@ -139,7 +139,7 @@ class LinearForward(NamedTuple):
     out: Dense
     final: Dense | None
     states: States | None
-    product: Product
+    product: ProductPlan
 
 
 def forward(
@@ -176,12 +176,12 @@ def plan_forward(
         states = States.of(call, k, v, initial, final, False, aligned, goes_on)
         before, behind = (states.states if options.causal else final), None
     if states is None and q.shape[1] <= STEPS:
-        product = Product(plan_step(call, out, initial, final), True)
+        product = ProductPlan(plan_step(call, out, initial, final), True)
     elif aligned and options.causal and hopper.suits(call, q, k, v, out):
-        product = Product(hopper.plan_product(call, (q, k, v, out), before, behind, decoded=False), True)
+        product = ProductPlan(hopper.plan_product(call, (q, k, v, out), before, behind, decoded=False), True)
     else:
         rows = ProductRows(q, k, v, None, out)
-        product = Product(plan_product(call, rows, before, behind, decoded=False, reverse=False), False)
+        product = ProductPlan(plan_product(call, rows, before, behind, decoded=False, reverse=False), False)
     return LinearForward(Dense.like(out), final, states, product)
 
 
@@ -224,9 +224,9 @@ class LinearBackward(NamedTuple):
     last: Dense | None  # the state of all tokens, without causality
     forward: States | None
     reverse: States | None
-    query: Product | None
-    key: Product | None
-    value: Product | None
+    query: ProductPlan | None
+    key: ProductPlan | None
+    value: ProductPlan | None
     pair: Launch | None  # gradients of keys and values by one kernel
     turned: tuple[bool, bool] | None
     """Where LRPE's kernel turns gradients of encoded rows back: whether those of queries and of keys are wanted."""
@@ -343,13 +343,13 @@ def plan_backward(
     fits = aligned and options.causal and (turned or not needs_rows)
     on_hopper = fits and hopper.suits(call, q, k, v, grad, dq, dk, dv)
 
-    def plan(rows: ProductRows, initial: State, final: Dense | None, decoded: bool, reverse: bool) -> Product:
+    def plan(rows: ProductRows, initial: State, final: Dense | None, decoded: bool, reverse: bool) -> ProductPlan:
         if on_hopper:
             four, turns = (rows.a, rows.b, rows.c, rows.out), not turned
             launch = hopper.plan_product(call, four, initial, final, decoded=decoded, reverse=reverse, turns=turns)
         else:
             launch = plan_product(call, rows, initial, final, decoded=decoded, reverse=reverse)
-        return Product(launch, on_hopper)
+        return ProductPlan(launch, on_hopper)
 
     if wants_q:
         query = plan(ProductRows(grad, v, k, q, dq), before, None, True, False)

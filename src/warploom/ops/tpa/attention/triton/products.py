@@ -43,6 +43,16 @@ class Operands(NamedTuple):
     scale_v: tl.float32
 
 
+class OperandTensors(NamedTuple):
+    """Head and feature factors, the gradient of their product, and theirs."""
+
+    a: tl.tensor
+    b: tl.tensor
+    dx: tl.tensor
+    da: tl.tensor
+    db: tl.tensor
+
+
 class SequenceBounds(NamedTuple):
     """Number of packed sequences, and the stride of their bounds."""
 
@@ -147,7 +157,7 @@ def sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_rank, X: tl.co
 
 @triton.jit
 def form_gradients(
-    dx, a, b, da, db, program, tokens, heads, strides, scale, cu_seqlens, bounds,
+    operand, program, tokens, heads, strides, scale, cu_seqlens, bounds,
     X: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Returns gradients of one token's factors, BLOCK_R of the ranks, from that of their product.
@@ -163,26 +173,26 @@ def form_gradients(
     if cu_seqlens is not None:
         is_given = is_rank & is_in_sequence(n, cu_seqlens, bounds.cu_stride, bounds.sequences)
     mask = is_given[:, None] & is_feature[None, :]
-    features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
+    features = tl.load(feature_ptrs(operand.b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
     total = tl.zeros((BLOCK_R, X.BLOCK_F), tl.float32)
     for first in range(0, heads, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         is_head = h < heads
         pairs = is_head[:, None] & is_given[None, :]
-        rows = tl.load(head_ptrs(a, strides.a, batch, n, h, r), mask=pairs, other=0.0)
+        rows = tl.load(head_ptrs(operand.a, strides.a, batch, n, h, r), mask=pairs, other=0.0)
         some = is_head[:, None] & is_feature[None, :]
-        gradient = tl.load(feature_ptrs(dx, strides.x, batch, n, h, f, X), mask=some, other=0.0)
+        gradient = tl.load(feature_ptrs(operand.dx, strides.x, batch, n, h, f, X), mask=some, other=0.0)
         total = exact_dot(tl.trans(rows), gradient, total)
-        if dx.dtype.element_ty == tl.float32 and X.F > TERMS:
-            change = sum_over_features(dx, b, strides, batch, n, h, r, is_head, is_given, X) * scale
+        if operand.dx.dtype.element_ty == tl.float32 and X.F > TERMS:
+            change = sum_over_features(operand.dx, operand.b, strides, batch, n, h, r, is_head, is_given, X) * scale
         else:
             change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
-        ptrs = head_ptrs(da, strides.da, batch, n, h, r)
+        ptrs = head_ptrs(operand.da, strides.da, batch, n, h, r)
         pairs = is_head[:, None] & is_rank[None, :]
-        tl.store(ptrs, rounded(change, da.dtype.element_ty), mask=pairs)
+        tl.store(ptrs, rounded(change, operand.da.dtype.element_ty), mask=pairs)
     mask = is_rank[:, None] & is_feature[None, :]
-    ptrs = feature_ptrs(db, strides.db, batch, n, r, f, X)
-    tl.store(ptrs, rounded(total * scale, db.dtype.element_ty), mask=mask)
+    ptrs = feature_ptrs(operand.db, strides.db, batch, n, r, f, X)
+    tl.store(ptrs, rounded(total * scale, operand.db.dtype.element_ty), mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -230,18 +240,18 @@ def factor_kernel(
     of_values = sizes.batches * sizes.keys * ((V.R + BLOCK_R - 1) // BLOCK_R)
     if program < of_keys:
         form_gradients(
-            dk, ak, bk, dak, dbk, program, sizes.keys, heads, operands.k, operands.scale_k, cu_seqlens, bounds, K,
+            OperandTensors(ak, bk, dk, dak, dbk), program, sizes.keys, heads, operands.k, operands.scale_k, cu_seqlens, bounds, K,
             BLOCK_H, BLOCK_R,
         )  # fmt: skip
     elif program < of_keys + of_values:
         form_gradients(
-            dv, av, bv, dav, dbv, program - of_keys, sizes.keys, heads, operands.v, operands.scale_v, cu_seqlens, bounds,
+            OperandTensors(av, bv, dv, dav, dbv), program - of_keys, sizes.keys, heads, operands.v, operands.scale_v, cu_seqlens, bounds,
             V, BLOCK_H, BLOCK_R,
         )  # fmt: skip
     else:
         if aq is not None:
             program -= of_keys + of_values
             form_gradients(
-                dq, aq, bq, daq, dbq, program, sizes.tokens, heads, operands.q, operands.scale_q, cu_seqlens, bounds, Q,
+                OperandTensors(aq, bq, dq, daq, dbq), program, sizes.tokens, heads, operands.q, operands.scale_q, cu_seqlens, bounds, Q,
                 BLOCK_H, BLOCK_R,
             )  # fmt: skip

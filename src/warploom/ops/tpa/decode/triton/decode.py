@@ -267,9 +267,20 @@ def finish(softmax, scale_v):
     return softmax.acc * (scale_v / tl.where(softmax.row_sum == 0.0, 1.0, softmax.row_sum))
 
 
+class TileRows(NamedTuple):
+    """Rows (ROWS,) of a tile: their batch entry, queries, heads, and which of them there are."""
+
+    batch: tl.tensor
+    n: tl.tensor
+    h: tl.tensor
+    mask: tl.tensor
+    first_n: tl.tensor  # the tile's first query
+    tokens: tl.tensor  # queries of a batch entry
+
+
 @triton.jit
 def query_tile(
-    aq, bq, batch, n, h, mask, first_n, tokens, scale_q,
+    aq, bq, rows, scale_q,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, FIRST: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Returns Q of every row (ROWS, FEATURES), from feature ``FIRST`` on, in the dtype of memory.
@@ -278,29 +289,32 @@ def query_tile(
     """
     d = FIRST + tl.arange(0, FEATURES)
     features = d[None, :] if Q.UNIT else (d * bq.strides.f)[None, :]
-    b_ptr = bq.ptr + batch.to(tl.int64) * (bq.strides.b * Q.VEC)
+    b_ptr = bq.ptr + rows.batch.to(tl.int64) * (bq.strides.b * Q.VEC)
     if aq.ptr is None:
-        rows = b_ptr + (n.to(tl.int64) * (bq.strides.n * Q.VEC) + h.to(tl.int64) * (bq.strides.r * Q.VEC))[:, None]
-        q = tl.load(rows + features, mask=mask[:, None] & (d < Q.F)[None, :], other=0.0).to(tl.float32)
+        ptrs = (
+            b_ptr
+            + (rows.n.to(tl.int64) * (bq.strides.n * Q.VEC) + rows.h.to(tl.int64) * (bq.strides.r * Q.VEC))[:, None]
+        )
+        q = tl.load(ptrs + features, mask=rows.mask[:, None] & (d < Q.F)[None, :], other=0.0).to(tl.float32)
     else:
-        a_ptr = aq.ptr + batch.to(tl.int64) * aq.strides.b
+        a_ptr = aq.ptr + rows.batch.to(tl.int64) * aq.strides.b
         r = tl.arange(0, BLOCK_R)
-        rows = a_ptr + (n.to(tl.int64) * aq.strides.n + h.to(tl.int64) * aq.strides.h)[:, None]
-        q = tl.zeros((n.shape[0], FEATURES), tl.float32)
+        ptrs = a_ptr + (rows.n.to(tl.int64) * aq.strides.n + rows.h.to(tl.int64) * aq.strides.h)[:, None]
+        q = tl.zeros((rows.n.shape[0], FEATURES), tl.float32)
         # The heads of one query at a time.
         for i in tl.range(0, BLOCK_N * ((Q.R + BLOCK_R - 1) // BLOCK_R), num_stages=1):
-            token = first_n + i % BLOCK_N
+            token = rows.first_n + i % BLOCK_N
             rank = i // BLOCK_N * BLOCK_R + r
-            a_mask = (mask & (n == token))[:, None] & (rank < Q.R)[None, :]
-            a = tl.load(rows + (rank * aq.strides.r)[None, :], mask=a_mask, other=0.0)
+            a_mask = (rows.mask & (rows.n == token))[:, None] & (rank < Q.R)[None, :]
+            a = tl.load(ptrs + (rank * aq.strides.r)[None, :], mask=a_mask, other=0.0)
             ranks = b_ptr + token.to(tl.int64) * (bq.strides.n * Q.VEC)
             ranks += rank.to(tl.int64)[:, None] * (bq.strides.r * Q.VEC)
-            b_mask = ((rank < Q.R) & (token < tokens))[:, None] & (d < Q.F)[None, :]
+            b_mask = ((rank < Q.R) & (token < rows.tokens))[:, None] & (d < Q.F)[None, :]
             b = tl.load(ranks + features, mask=b_mask, other=0.0)
             if BLOCK_N == 1:
                 q = exact_dot(a, b, q)
             else:  # rows of the others are zero, which times NaN is NaN
-                q = tl.where((n == token)[:, None], exact_dot(a, b, q), q)
+                q = tl.where((rows.n == token)[:, None], exact_dot(a, b, q), q)
     return rounded(q * scale_q, bq.ptr.dtype.element_ty)
 
 
@@ -448,7 +462,7 @@ def decode_kernel(
     for first_d in tl.static_range(0, K.F, FEATURES):
         q = query_tile(
             FactorTensor(aq, strides.aq), FactorTensor(bq, strides.bq),
-            batch, n, h, row_mask, first_n, tokens, scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ, first_d, FEATURES,
+            TileRows(batch, n, h, row_mask, first_n, tokens), scales.q, Q, TILE.BLOCK_N, TILE.BLOCK_RQ, first_d, FEATURES,
         )  # fmt: skip
         queries += (tl.trans(q),)
     logit_scale = tl.full((1, ROWS), scales.logits, tl.float32)
