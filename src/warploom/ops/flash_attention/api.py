@@ -9,7 +9,7 @@ import torch
 
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.operator import OPERATOR
-from warploom.ops.flash_attention.validation import NAME, Precision, check, look
+from warploom.ops.flash_attention.validation import NAME, Precision, check, check_values
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
@@ -162,4 +162,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, OPERATOR, _axes, look)
+_function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)

@@ -1,4 +1,4 @@
-"""What must hold of the arguments of flash attention. `look` alone touches a tensor's data."""
+"""Validation of the arguments of flash attention. Only `check_values` reads data of tensors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
-def look(name: str, tensors: Tensors) -> None:
+def check_values(name: str, tensors: Tensors) -> None:
     """Check what tensors of a valid call hold."""
     q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
     check_bounds(name, "cu_seqlens_q", cu_seqlens_q, q.shape[1])

@@ -1,4 +1,4 @@
-"""What must hold of the arguments of linear attention. `look` alone touches a tensor's data."""
+"""Validation of the arguments of linear attention. Only `check_values` reads data of tensors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any
     )
 
 
-def look(name: str, inputs: LinearInputs) -> None:
+def check_values(name: str, inputs: LinearInputs) -> None:
     """Checks what tensors of a valid call hold."""
     check_decays(name, "decay", inputs.decay)
     check_positions(name, "offset", inputs.offsets)

@@ -11,7 +11,7 @@ from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR
-from warploom.ops.lrpe.validation import Activation, check, look
+from warploom.ops.lrpe.validation import Activation, check, check_values
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.memory_order import reorder_like
@@ -217,5 +217,5 @@ def _move(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[Any
     return inputs._replace(offsets=inputs.offsets.long() + first), offset
 
 
-_cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, look)
-_rotate = Function("lrpe_rotate", check, _run_reference, OPERATOR, _axes, look)
+_cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, check_values)
+_rotate = Function("lrpe_rotate", check, _run_reference, OPERATOR, _axes, check_values)

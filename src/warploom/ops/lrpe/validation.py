@@ -1,4 +1,4 @@
-"""What must hold of the arguments of LRPE. `look` alone touches a tensor's data."""
+"""Validation of the arguments of LRPE. Only `check_values` reads data of tensors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
     return ValidatedCall(LrpeOptions(prefix, grid or (), kind, activation), limit, numbers=numbers)
 
 
-def look(name: str, inputs: LrpeInputs) -> None:
+def check_values(name: str, inputs: LrpeInputs) -> None:
     """Checks what tensors of a valid call hold."""
     check_positions(name, "position_ids", inputs.position_ids)
     check_positions(name, "offset", inputs.offsets)

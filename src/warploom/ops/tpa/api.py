@@ -16,9 +16,9 @@ from warploom.ops.tpa.decode.operator import OPERATOR as DECODE
 from warploom.ops.tpa.validation import (
     Strategy,
     check_attention,
+    check_cache_values,
     check_decode,
-    look,
-    look_at_cache,
+    check_values,
 )
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
@@ -231,8 +231,8 @@ def _axes(of_lengths: str, inputs: AttentionInputs | DecodeInputs, options: tupl
 
 
 _attention = Function(
-    "tpa_attention", check_attention, _attention_in_torch, ATTENTION, functools.partial(_axes, ""), look
+    "tpa_attention", check_attention, _attention_in_torch, ATTENTION, functools.partial(_axes, ""), check_values
 )
 _decode = Function(
-    "tpa_decode", check_decode, _decode_in_torch, DECODE, functools.partial(_axes, "b"), look_at_cache
+    "tpa_decode", check_decode, _decode_in_torch, DECODE, functools.partial(_axes, "b"), check_cache_values
 )

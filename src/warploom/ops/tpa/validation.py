@@ -1,4 +1,4 @@
-"""What must hold of arguments of tensor-product attention. `look` and `look_at_cache` alone touch data."""
+"""Validation of arguments of tensor-product attention. `check_values` and `check_cache_values` read data."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def check_decode(name: str, inputs: DecodeInputs, options: tuple[Any, ...], _: i
     return ValidatedCall(DecodeOptions(strategy, *scales), _beyond_decoding(sizes))
 
 
-def look(name: str, inputs: AttentionInputs) -> None:
+def check_values(name: str, inputs: AttentionInputs) -> None:
     """Checks what tensors of a valid call of attention hold."""
     check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.bq.shape[1])
 
 
-def look_at_cache(name: str, inputs: DecodeInputs) -> None:
+def check_cache_values(name: str, inputs: DecodeInputs) -> None:
     """Checks what tensors of a valid call for decoding hold."""
     check_lengths(name, "cache_seqlens", inputs.cache_seqlens, inputs.ak.shape[1])
 
