@@ -76,7 +76,7 @@ def test_packed_sequences_split(many_splits: None, device: torch.device) -> None
 ALLOCATIONS_AND_LAUNCHES = """
 import torch
 from warploom import flash_attention, tpa_attention
-from warploom.runtime.launch import Dense, Launch, record_builds
+from warploom.runtime.launch import Buffer, Launch, record_builds
 
 def watch(owner, name, what):
     usual = getattr(owner, name)
@@ -87,7 +87,7 @@ def watch(owner, name, what):
 
     setattr(owner, name, call)
 
-watch(Dense, "empty", lambda dense: "memory")
+watch(Buffer, "empty", lambda dense: "memory")
 watch(Launch, "__call__", lambda launch: launch.kernel.__name__ if "launch_pdl" in launch.options else "launch")
 
 def tensor(*shape, dtype=torch.bfloat16):

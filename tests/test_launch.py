@@ -19,7 +19,7 @@ from launch_cases import BLOCK, SIZE, Sizes, Strides, Stub, Tile, add, adding, s
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.runtime import entry, launch
-from warploom.runtime.launch import Dense, Launch, architecture, has_pdl, multiprocessors
+from warploom.runtime.launch import Buffer, Launch, architecture, has_pdl, multiprocessors
 from warploom.testing.poison import poison_allocations
 
 pytestmark = pytest.mark.stack
@@ -312,7 +312,7 @@ def test_when_a_result_is_allocated_quickly(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(launch, "_current_device", lambda: current[0])
     monkeypatch.setattr(launch, "_empty_cuda", allocate)
-    near, planned = SimpleNamespace(get_device=lambda: 0, device="cpu"), Dense.rows((SIZE,), torch.float32)
+    near, planned = SimpleNamespace(get_device=lambda: 0, device="cpu"), Buffer.rows((SIZE,), torch.float32)
     planned.empty(near)  # type: ignore[arg-type]
     assert quickly == [(SIZE,)]
     with poison_allocations():
@@ -326,11 +326,11 @@ def test_when_a_result_is_allocated_quickly(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (4, 1, 2), (0, 3), (3, 0)])
 def test_what_is_allocated(shape: tuple[int, ...], device: torch.device) -> None:
     expected = torch.empty(shape, dtype=torch.float16, device=device)
-    for planned in (Dense.rows(shape, torch.float16), Dense.like(expected)):
+    for planned in (Buffer.rows(shape, torch.float16), Buffer.like(expected)):
         found = planned.empty(torch.zeros(1, device=device))
         assert (found.shape, found.stride()) == (expected.shape, expected.stride())
         assert (found.dtype, found.device) == (expected.dtype, expected.device)
     turned = torch.empty(2, 3, 5, device=device).transpose(0, 2)
-    assert Dense.like(turned).empty(turned).stride() == turned.stride()
+    assert Buffer.like(turned).empty(turned).stride() == turned.stride()
     with poison_allocations():
-        assert Dense.rows(shape, torch.float16).empty(expected).isnan().all()
+        assert Buffer.rows(shape, torch.float16).empty(expected).isnan().all()

@@ -36,8 +36,8 @@ __all__ = [
     "ALIGNMENT",
     "INTERPRETED",
     "SHARED_MEMORY",
+    "Buffer",
     "Build",
-    "Dense",
     "Launch",
     "TmaTile",
     "architecture",
@@ -69,21 +69,21 @@ _recorded: dict[tuple[Any, ...], Build] | None = None
 _recorded_arch, _recorded_multiprocessors = 90, 1
 
 
-class Dense(NamedTuple):
-    """The shape, strides and dtype of a tensor without gaps, which a call allocates."""
+class Buffer(NamedTuple):
+    """A tensor without gaps that a call allocates: its shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def like(cls, tensor: torch.Tensor) -> Dense:
-        """Returns the layout of a tensor."""
+    def like(cls, tensor: torch.Tensor) -> Buffer:
+        """Returns a buffer with the shape, strides and dtype of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @classmethod
-    def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
-        """Returns the row-major layout of a shape of at least one axis."""
+    def rows(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        """Returns a row-major buffer of a shape of at least one axis."""
         strides = itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
         return cls(shape, tuple(strides)[::-1], dtype)
 

@@ -32,7 +32,7 @@ from warploom.ops.flash_attention.triton.launch import TERMS
 from warploom.ops.flash_attention.triton.tiles import PARTS_AHEAD
 from warploom.ops.flash_attention.variants import BackwardVariant, ForwardVariant
 from warploom.runtime.choices import note
-from warploom.runtime.launch import Dense, Launch, has_pdl
+from warploom.runtime.launch import Buffer, Launch, has_pdl
 from warploom.runtime.layout import layout_for
 from warploom.runtime.memory_order import layout_of
 
@@ -88,7 +88,7 @@ def choose_backward(
     if placed and isinstance(variant, variants.SplitBackward):
         # Parts are without gaps, and so is what they are added up in.
         tensors = tensors.dense()
-        dq, dk, dv = map(Dense.like, (tensors.dq, tensors.dk, tensors.dv))
+        dq, dk, dv = map(Buffer.like, (tensors.dq, tensors.dk, tensors.dv))
         variant = _first("backward", BACKWARD, call, tensors, preprocess)
         variant = variants.CopiedBackward(variant, (dq, dk, dv))
     return variant  # type: ignore[no-any-return]
@@ -191,11 +191,11 @@ def _is_decoding(call: Call) -> bool:
     return few and (options or call.mask.seqused_k is not None)
 
 
-def _forward_parts(call: Call, out: Tensor, splits: int) -> tuple[Dense, Dense]:
+def _forward_parts(call: Call, out: Tensor, splits: int) -> tuple[Buffer, Buffer]:
     """Returns the buffers of the parts of an output, all in one, and of their statistics."""
     shape = call.shape
     statistics = (splits, 2, shape.batch_size, shape.heads, shape.tokens)
-    return Dense.rows((splits * out.numel(),), torch.float32), Dense.rows(statistics, torch.float32)
+    return Buffer.rows((splits * out.numel(),), torch.float32), Buffer.rows(statistics, torch.float32)
 
 
 def _split_forward(
@@ -243,7 +243,7 @@ def plan_preprocess(call: Call, grad: Tensor, grad_lse: Tensor | None, out: Tens
         PRECISION=tiling.product_of("backward", call, call.precision), PDL=has_pdl(call.device),
         **layout.of("out", "grad"),
     )  # fmt: skip
-    return variants.Preprocess(launch, Dense.rows((shape.batch_size, shape.heads, shape.tokens), torch.float32))
+    return variants.Preprocess(launch, Buffer.rows((shape.batch_size, shape.heads, shape.tokens), torch.float32))
 
 
 def plan_sink_gradient(call: Call) -> variants.SinkGradient | variants.LoneSinkGradient:
@@ -296,7 +296,7 @@ def _varlen_backward(
     row = varlen.of_rows(call.shape.heads, call.shape.tokens)
     rows = tuple(varlen.plan_copy(row, spread, keys=False, fill=fill) for fill in (float("inf"), 0.0))
     results = tuple(
-        varlen.plan_copy(x, spread, keys=keys, back_from=Dense.like(from_))
+        varlen.plan_copy(x, spread, keys=keys, back_from=Buffer.like(from_))
         for x, keys, from_ in zip(tensors[4:], (False, True, True), wide[4:])
     )
     return variants.VarlenBackward(preprocess, spread, inputs, rows, results, inner)
@@ -320,8 +320,8 @@ def _fused_backward(
         preprocess,
         hopper.plan_fused(call, described, added).launch,
         _plan_rounds(call, tensors.dq),
-        Dense.like(added),
-        Dense.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32),
+        Buffer.like(added),
+        Buffer.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32),
     )
 
 
@@ -345,7 +345,7 @@ def _separate_backward(
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     sums = _plan_sums(splits, gradients, has_pdl(call.device))
     parts = tuple(
-        Dense.rows((splits[name] * x.numel(),), torch.float32) if splits[name] > 1 else None
+        Buffer.rows((splits[name] * x.numel(),), torch.float32) if splits[name] > 1 else None
         for name, x in gradients.items()
     )
     return variants.SplitBackward(whole, parts, sums)

@@ -39,7 +39,7 @@ from warploom.ops.flash_attention.variants import (
     SeparateBackward,
     SinkGradient,
 )
-from warploom.runtime.launch import Dense, are_aligned
+from warploom.runtime.launch import Buffer, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -68,16 +68,16 @@ Tensor = torch.Tensor
 class ForwardPlan(NamedTuple):
     """Results of a forward, and the variant that writes them."""
 
-    out: Dense
-    lse: Dense
-    statistics: Dense
+    out: Buffer
+    lse: Buffer
+    statistics: Buffer
     variant: ForwardVariant
 
 
 class BackwardPlan(NamedTuple):
     """Results of a backward, and the variants that write them."""
 
-    gradients: tuple[Dense, Dense, Dense]  # dq, dk, dv
+    gradients: tuple[Buffer, Buffer, Buffer]  # dq, dk, dv
     variant: BackwardVariant
     sink: SinkGradient | LoneSinkGradient | None  # None where there is no sink
 
@@ -136,7 +136,7 @@ def plan_forward(
     lse = (shape.batch_size, shape.heads, shape.tokens)
     variant = choose_forward(call, ForwardTensors(q, k, v, out))
     return ForwardPlan(
-        Dense.like(out), Dense.rows(lse, torch.float32), Dense.rows((2, *lse), torch.float32), variant
+        Buffer.like(out), Buffer.rows(lse, torch.float32), Buffer.rows((2, *lse), torch.float32), variant
     )
 
 
@@ -209,7 +209,7 @@ def plan_backward(
     if not call.shape.empty():
         preprocess = plan_preprocess(call, grad, grad_lse, out)
         variant = choose_backward(call, tensors, preprocess, placed=results is not None)
-    dq, dk, dv = map(Dense.like, (tensors.dq, tensors.dk, tensors.dv))
+    dq, dk, dv = map(Buffer.like, (tensors.dq, tensors.dk, tensors.dv))
     return BackwardPlan((dq, dk, dv), variant, plan_sink_gradient(call) if has_sink else None)
 
 

@@ -13,14 +13,14 @@ import torch
 from warploom.ops.flash_attention.hopper.launch_varlen import Copy, Spread
 from warploom.ops.flash_attention.problem import LOG2_E, Mask
 from warploom.ops.flash_attention.triton.launch import Terms
-from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.launch import Buffer, Launch
 
 Tensor = torch.Tensor
 Tensors: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Those of q, k and v."""
 
-COUNTERS = Dense.rows((2,), torch.int32)
+COUNTERS = Buffer.rows((2,), torch.int32)
 """By these programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
 
 
@@ -113,8 +113,8 @@ class SplitForward(NamedTuple):
 
     inner: TritonForward | HopperForward
     combine: Launch
-    part: Dense  # outputs of all parts, in one
-    part_statistics: Dense
+    part: Buffer  # outputs of all parts, in one
+    part_statistics: Buffer
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
         part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
@@ -149,8 +149,8 @@ class SplitDecodeForward(NamedTuple):
 
     inner: DecodeForward
     combine: Launch
-    part: Dense  # outputs of all chunks, in one
-    part_statistics: Dense
+    part: Buffer  # outputs of all chunks, in one
+    part_statistics: Buffer
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
         part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
@@ -209,7 +209,7 @@ class Preprocess(NamedTuple):
     """The kernel that all others follow. It finds lse and δ of each query, and clears counters."""
 
     launch: Launch
-    rows: Dense  # a number for each query and head
+    rows: Buffer  # a number for each query and head
 
     def __call__(
         self,
@@ -329,8 +329,8 @@ class FusedBackward(NamedTuple):
     preprocess: Preprocess
     launch: Launch
     rounds: Launch
-    added: Dense  # dq, without the scale
-    tiles_added: Dense  # how many tiles of keys, at each tile of queries
+    added: Buffer  # dq, without the scale
+    tiles_added: Buffer  # how many tiles of keys, at each tile of queries
 
     def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
         q = inputs.q
@@ -385,7 +385,7 @@ class SplitBackward(NamedTuple):
     """Two kernels of which some loops are split, and what sums their parts."""
 
     inner: SeparateBackward
-    parts: tuple[Dense | None, ...]  # of dq, dk and dv, all of each in one, where loops are split
+    parts: tuple[Buffer | None, ...]  # of dq, dk and dv, all of each in one, where loops are split
     sums: Launch
 
     def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor:
@@ -404,7 +404,7 @@ class CopiedBackward(NamedTuple):
     """A backward whose gradients have no gaps, and are copied to where they shall be."""
 
     inner: BackwardVariant
-    gradients: tuple[Dense, Dense, Dense]
+    gradients: tuple[Buffer, Buffer, Buffer]
 
     def __call__(self, inputs: BackwardInputs, gradients: Gradients) -> Tensor | None:
         dq, dk, dv = (each.empty(inputs.q) for each in self.gradients)

@@ -26,7 +26,7 @@ from warploom.ops.linear_attention.triton.launch import (
 from warploom.ops.lrpe import engine as lrpe
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.engine import ThetaSums
-from warploom.runtime.launch import Dense, Launch, are_aligned, multiprocessors
+from warploom.runtime.launch import Buffer, Launch, are_aligned, multiprocessors
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -70,28 +70,28 @@ def _call_of(
 class States(NamedTuple):
     """Plan of the states of chunks: in one direction, from the sequences' first or last state to the other."""
 
-    states: Dense
-    totals: Dense | None
+    states: Buffer
+    totals: Buffer | None
     sums: Launch
     scan: Launch
-    own: Dense | None  # where the state that comes in is carried
+    own: Buffer | None  # where the state that comes in is carried
     own_scan: Launch | None
 
     @classmethod
     def of(
-        cls, call: LinearCall, b: Tensor, c: Tensor, initial: Tensor | None, final: Dense | None, reverse: bool,
+        cls, call: LinearCall, b: Tensor, c: Tensor, initial: Tensor | None, final: Buffer | None, reverse: bool,
         aligned: bool, carried: bool = False,
     ) -> States:  # fmt: skip
         """Plans those of rows to be encoded and others; ``carried``: one end comes from elsewhere."""
-        states = Dense.rows((call.slots, *call.state_shape[1:]), torch.float32)
-        totals = None if call.decay == "none" else Dense.rows((call.slots, call.heads), torch.float32)
+        states = Buffer.rows((call.slots, *call.state_shape[1:]), torch.float32)
+        totals = None if call.decay == "none" else Buffer.rows((call.slots, call.heads), torch.float32)
         if aligned and hopper.suits(call, b, c):
             sums = hopper.plan_sums(call, b, c, states, reverse)
         else:
             sums = plan_sums(call, b, c, states, reverse)
         if not carried:
             return cls(states, totals, sums, plan_scan(call, initial, final, reverse), None, None)
-        own = Dense.rows(call.state_shape, torch.float32)
+        own = Buffer.rows(call.state_shape, torch.float32)
         scan, own_scan = plan_scan(call, own, final, reverse), plan_scan(call, None, own, reverse)
         return cls(states, totals, sums, scan, own, own_scan)
 
@@ -136,8 +136,8 @@ class ProductPlan(NamedTuple):
 class LinearForward(NamedTuple):
     """Plan of a forward."""
 
-    out: Dense
-    final: Dense | None
+    out: Buffer
+    final: Buffer | None
     states: States | None
     product: ProductPlan
 
@@ -168,7 +168,7 @@ def plan_forward(
     call = _call_of(inputs, options, summed=goes_on)
     q, k, v, initial = inputs.q, inputs.k, inputs.v, inputs.initial_state
     out = layout_of(q, v.shape[3])
-    final = Dense.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
+    final = Buffer.rows(call.state_shape, torch.float32) if options.return_state or not options.causal else None
     states = None
     before: State = initial
     behind = final
@@ -182,13 +182,13 @@ def plan_forward(
     else:
         rows = ProductRows(q, k, v, None, out)
         product = ProductPlan(plan_product(call, rows, before, behind, decoded=False, reverse=False), False)
-    return LinearForward(Dense.like(out), final, states, product)
+    return LinearForward(Buffer.like(out), final, states, product)
 
 
 class LastState(NamedTuple):
     """Plan of `last_state`."""
 
-    final: Dense
+    final: Buffer
     states: States
 
 
@@ -204,7 +204,7 @@ def last_state(inputs: LinearInputs, options: LinearOptions, offset: int, plans:
 
 def _plan_last_state(inputs: LinearInputs, options: LinearOptions, aligned: bool) -> LastState:
     call = _call_of(inputs, options)
-    final = Dense.rows(call.state_shape, torch.float32)
+    final = Buffer.rows(call.state_shape, torch.float32)
     states = States.of(call, inputs.k, inputs.v, inputs.initial_state, final, False, aligned)
     return LastState(final, states)
 
@@ -217,11 +217,11 @@ def _plan_last_state(inputs: LinearInputs, options: LinearOptions, aligned: bool
 class LinearBackward(NamedTuple):
     """Plan of a backward. Launches of gradients that nobody wants are None."""
 
-    dq: Dense
-    dk: Dense
-    dv: Dense
-    first: Dense | None  # the gradient of the first state, or without causality of that of all tokens
-    last: Dense | None  # the state of all tokens, without causality
+    dq: Buffer
+    dk: Buffer
+    dv: Buffer
+    first: Buffer | None  # the gradient of the first state, or without causality of that of all tokens
+    last: Buffer | None  # the state of all tokens, without causality
     forward: States | None
     reverse: States | None
     query: ProductPlan | None
@@ -319,9 +319,9 @@ def plan_backward(
     apart = call.chunks > 1 or not options.causal or of_decay or alone or goes_on
     first = last = None
     if not options.causal:
-        first = last = Dense.rows(call.state_shape, torch.float32)
+        first = last = Buffer.rows(call.state_shape, torch.float32)
     elif of_initial and initial is not None:
-        first = Dense.rows(call.state_shape, initial.dtype)
+        first = Buffer.rows(call.state_shape, initial.dtype)
     forward = reverse = query = key = value = pair = decays = sums = None
     before: State = initial
     behind: State = grad_state
@@ -331,7 +331,7 @@ def plan_backward(
         reverse = States.of(call, q, grad, grad_state, first, True, aligned, goes_on)
         before = last if last is not None else None if forward is None else forward.states
         if goes_on and forward is None:
-            before = Dense.rows((call.slots, *call.state_shape[1:]), torch.float32)
+            before = Buffer.rows((call.slots, *call.state_shape[1:]), torch.float32)
         behind = reverse.states if options.causal else first
     own = None if apart else first
     wants_v = of_v or own is not None
@@ -343,7 +343,7 @@ def plan_backward(
     fits = aligned and options.causal and (turned or not needs_rows)
     on_hopper = fits and hopper.suits(call, q, k, v, grad, dq, dk, dv)
 
-    def plan(rows: ProductRows, initial: State, final: Dense | None, decoded: bool, reverse: bool) -> ProductPlan:
+    def plan(rows: ProductRows, initial: State, final: Buffer | None, decoded: bool, reverse: bool) -> ProductPlan:
         if on_hopper:
             four, turns = (rows.a, rows.b, rows.c, rows.out), not turned
             launch = hopper.plan_product(call, four, initial, final, decoded=decoded, reverse=reverse, turns=turns)
@@ -367,7 +367,7 @@ def plan_backward(
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else call.heads)
         sums = ThetaSums.of(parts, theta, call.features, 1)
     turned_rows = (wants_q, wants_k) if on_hopper and turned else None
-    outs = Dense.like(dq), Dense.like(dk), Dense.like(dv)
+    outs = Buffer.like(dq), Buffer.like(dk), Buffer.like(dv)
     return LinearBackward(
         *outs, first, last, forward, reverse, query, key, value, pair, turned_rows, decays, sums
     )  # fmt: skip

@@ -17,7 +17,7 @@ from warploom.ops.lrpe.triton.angles import AngleNumbers, Inverses, RowSpec
 from warploom.ops.lrpe.triton.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.triton.forward import forward_kernel
 from warploom.ops.lrpe.triton.rows import LrpeConfig, RowSizes, RowStrides, Split
-from warploom.runtime.launch import Dense, Launch, has_pdl, multiprocessors
+from warploom.runtime.launch import Buffer, Launch, has_pdl, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
@@ -165,7 +165,7 @@ class ThetaSums(NamedTuple):
 class LrpePlan(NamedTuple):
     """Plan of a call: what it allocates and launches."""
 
-    result: Dense
+    result: Buffer
     launch: Launch
     theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
@@ -192,7 +192,7 @@ def plan_forward(
         num_warps=geometry.warps,
         **_common(call, geometry, geometry.row_blocks, x=inputs.x, out=out),
     )
-    return LrpePlan(Dense.like(out), launch)
+    return LrpePlan(Buffer.like(out), launch)
 
 
 def _common(call: LrpeCall, geometry: Geometry, row_blocks: int, **tensors: Tensor) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def plan_backward(
         chunks=chunks // call.theta_rows,
         **_common(call, geometry, chunks, x=x, grad=grad, dx=dx),
     )
-    return LrpePlan(Dense.like(dx), launch, sums)
+    return LrpePlan(Buffer.like(dx), launch, sums)
 
 
 def _theta_chunks(geometry: Geometry, rows: int, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from warploom.ops.lrpe import engine as lrpe
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
 from warploom.ops.rotary_attention.triton import rotate_kernel
-from warploom.runtime.launch import ALIGNMENT, Dense, Launch, are_aligned
+from warploom.runtime.launch import ALIGNMENT, Buffer, Launch, are_aligned
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 from warploom.runtime.pytorch import view
@@ -68,8 +68,8 @@ def backward(
     return dqkv, dtheta
 
 
-def _like(x: Tensor) -> Dense:
-    return Dense.like(layout_of(x, x.shape[-1]))
+def _like(x: Tensor) -> Buffer:
+    return Buffer.like(layout_of(x, x.shape[-1]))
 
 
 class Part(NamedTuple):
@@ -96,10 +96,10 @@ _NOTHING = (None,) * 5
 class _ForwardPlan(NamedTuple):
     """Plan of a forward, where attention is one launch of the kernel for Hopper."""
 
-    turned: Dense
-    out: Dense
-    lse: Dense
-    statistics: Dense
+    turned: Buffer
+    out: Buffer
+    lse: Buffer
+    statistics: Buffer
     turn: Launch
     attend: Launch
     k: Part  # of the turned
@@ -140,7 +140,7 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
 class _BackwardPlan(NamedTuple):
     """Plan of a backward, where attention is a launch each for keys and queries, or one for all."""
 
-    gradient: Dense  # of qkv
+    gradient: Buffer  # of qkv
     attend: attention.SeparateBackward | attention.FusedBackward
     turn: Launch
     k: Part  # of the turned
@@ -181,4 +181,4 @@ def plan_backward(
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     turn = lrpe.plan_backward(dqk, LrpeInputs(qk, theta), LrpeOptions(kind=options.kind), False, dqk)
-    return _BackwardPlan(Dense.like(dqkv), attend, turn.launch, *parts)
+    return _BackwardPlan(Buffer.like(dqkv), attend, turn.launch, *parts)

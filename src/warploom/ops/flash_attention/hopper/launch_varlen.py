@@ -10,7 +10,7 @@ from warploom.device.rows import Strides
 from warploom.ops.flash_attention.hopper.varlen import spread_kernel, units_kernel
 from warploom.ops.flash_attention.hopper.work import UNIT
 from warploom.ops.flash_attention.problem import Call, Mask
-from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.launch import Buffer, Launch
 from warploom.runtime.layout import layout_for
 from warploom.runtime.memory_order import empty_in_order, memory_order
 
@@ -31,7 +31,7 @@ _ELEMENTS = 8192
 class Copy(NamedTuple):
     """Plan of a copy of rows to where they are spread, or back."""
 
-    spread: Dense
+    spread: Buffer
     launch: Launch
     keys: bool  # whether rows are those of keys
 
@@ -66,7 +66,7 @@ class Spread(NamedTuple):
     """On spread rows."""
     nowhere: Places
     """Without memory."""
-    tables: tuple[Dense, ...]
+    tables: tuple[Buffer, ...]
     units: Launch
 
     def places(self, mask: Mask, near: Tensor) -> Places:
@@ -124,11 +124,11 @@ def plan(call: Call) -> Spread:
     nowhere = Places(*(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes))
     masked = Mask(mask.left, mask.right, units_q=nowhere.units_q, units_k=nowhere.units_k, sequences=sequences)
     spread = shape._replace(tokens=tokens, keys=keys)
-    tables = tuple(map(Dense.like, nowhere))
+    tables = tuple(map(Buffer.like, nowhere))
     return Spread(call._replace(shape=spread, mask=masked), nowhere, tables, units)
 
 
-def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_from: Dense | None = None) -> Copy:
+def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_from: Buffer | None = None) -> Copy:
     """Plan of the copy of a tensor (1, N, H, F), which may be without memory.
 
     Rows are spread in the memory order of ``x``, with ``fill`` behind sequences, or come back from where they are.
@@ -150,7 +150,7 @@ def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_
         BLOCK_R=block_r, BLOCK_F=block_f,
         **layout.of("packed", "spread"),
     )  # fmt: skip
-    return Copy(Dense.like(of_spread), launch, keys)
+    return Copy(Buffer.like(of_spread), launch, keys)
 
 
 def of_rows(heads: int, rows: int) -> Tensor:

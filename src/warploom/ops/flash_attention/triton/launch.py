@@ -30,7 +30,7 @@ from warploom.ops.flash_attention.triton.config import (
 )
 from warploom.ops.flash_attention.triton.terms import terms_kernel
 from warploom.ops.flash_attention.triton.tiles import Sizes, Variant
-from warploom.runtime.launch import Dense, Launch, architecture, multiprocessors
+from warploom.runtime.launch import Buffer, Launch, architecture, multiprocessors
 from warploom.runtime.layout import Layout
 
 Tensor = torch.Tensor
@@ -182,7 +182,7 @@ class Terms(NamedTuple):
     """What makes terms of float32 tensors before the loops: of q, k and v, and in the backward of the gradient."""
 
     launch: Launch
-    all: tuple[Dense | None, ...]  # those of each tensor
+    all: tuple[Buffer | None, ...]  # those of each tensor
     like: tuple[Tensor, ...]  # one of each tensor, without memory
 
     def empty(self, near: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,7 +217,7 @@ def plan_terms(
     return Terms(
         launch,
         tuple(
-            None if x is None else Dense.rows((TERMS[product], *x.shape), torch.bfloat16) for x in tensors.values()
+            None if x is None else Buffer.rows((TERMS[product], *x.shape), torch.bfloat16) for x in tensors.values()
         ),
         tuple(torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in given),
     )

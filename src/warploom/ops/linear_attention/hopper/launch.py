@@ -15,7 +15,7 @@ from warploom.ops.linear_attention.hopper.parts import hopper_parts_kernel
 from warploom.ops.linear_attention.hopper.product import hopper_product_kernel
 from warploom.ops.linear_attention.hopper.sums import hopper_sums_kernel
 from warploom.ops.linear_attention.triton.launch import State, scales_of, sizes_of, state_strides
-from warploom.runtime.launch import INTERPRETED, Dense, Launch, TmaTile, architecture, supports_tma
+from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
 
 Tensor = torch.Tensor
 
@@ -39,7 +39,7 @@ def suits(call: LinearCall, *tensors: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and supports_tma(t) for t in tensors)
 
 
-def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
+def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Buffer, reverse: bool) -> Launch:
     """Plans the sums of chunks: see `triton.states`."""
     return Launch(
         hopper_sums_kernel,

@@ -26,11 +26,11 @@ from warploom.ops.linear_attention.triton.step import StepStrides, step_kernel
 from warploom.ops.linear_attention.triton.tiles import LinearConfig, LinearSizes, StateScales, StateStrides
 from warploom.ops.lrpe.triton.angles import RowSpec
 from warploom.runtime.build import ALIGNMENT
-from warploom.runtime.launch import Dense, Launch, architecture, shared_memory
+from warploom.runtime.launch import Buffer, Launch, architecture, shared_memory
 from warploom.runtime.layout import Layout, layout_for
 
 Tensor = torch.Tensor
-State = Tensor | Dense | None
+State = Tensor | Buffer | None
 
 _STATE_VEC = 4
 """By which strides of states are divided where they can be: 16 bytes of float32."""
@@ -151,7 +151,7 @@ def arguments_of(
 # ----------------------------------------------------------------------------------------------------------
 
 
-def plan_scan(call: LinearCall, initial: State, final: Dense | None, reverse: bool) -> Launch:
+def plan_scan(call: LinearCall, initial: State, final: Buffer | None, reverse: bool) -> Launch:
     """Plans the scan that hands states over from chunk to chunk."""
     sequences, heads, features, values = call.state_shape
     blocks = -(-features * values // _SCAN_BLOCK)
@@ -167,7 +167,7 @@ def plan_scan(call: LinearCall, initial: State, final: Dense | None, reverse: bo
     )  # fmt: skip
 
 
-def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Dense, reverse: bool) -> Launch:
+def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Buffer, reverse: bool) -> Launch:
     """Plans the sums of chunks, of rows to be encoded and others."""
     tile = tile_of("sums", call.half, call.parts * call.features, call.values, call.inputs.q.shape[1])
     columns = -(-call.values // tile.columns)
@@ -192,7 +192,7 @@ class ProductRows(NamedTuple):
 
 
 def plan_product(
-    call: LinearCall, rows: ProductRows, initial: State, final: Dense | None, *, decoded: bool, reverse: bool
+    call: LinearCall, rows: ProductRows, initial: State, final: Buffer | None, *, decoded: bool, reverse: bool
 ) -> Launch:
     """Plans a product. ``decoded``: whether the result is the gradient of what is encoded."""
     tokens = int(call.inputs.q.shape[1])
@@ -218,7 +218,7 @@ def plan_product(
     )
 
 
-def plan_step(call: LinearCall, out: Tensor, initial: Tensor | None, final: Dense | None) -> Launch:
+def plan_step(call: LinearCall, out: Tensor, initial: Tensor | None, final: Buffer | None) -> Launch:
     """Plans a step of decoding."""
     q, k, v, *_ = call.inputs
     layout = layout_of_rows(q, k, v, out)
@@ -239,12 +239,12 @@ def plan_step(call: LinearCall, out: Tensor, initial: Tensor | None, final: Dens
 class DecayGradient(NamedTuple):
     """Plan of the gradient of decays."""
 
-    out: Dense
+    out: Buffer
     launch: Launch
     by_head: bool
 
     @classmethod
-    def of(cls, call: LinearCall, grad: Tensor, states: Dense) -> DecayGradient:
+    def of(cls, call: LinearCall, grad: Tensor, states: Buffer) -> DecayGradient:
         """Plans it for chunks of `DECAY_CHUNK` tokens."""
         q, k, v, *_ = call.inputs
         by_head = call.decay == "head"
@@ -259,4 +259,4 @@ class DecayGradient(NamedTuple):
             BY_HEAD=by_head,
             **arguments_of(call, layout, tile, 1, Blocks.of_values(call, tile), DecayStrides, states=states),
         )
-        return cls(Dense.rows(shape, torch.float32), launch, by_head)
+        return cls(Buffer.rows(shape, torch.float32), launch, by_head)

@@ -12,7 +12,7 @@ from warploom.ops.lrpe.configs import MOST_PARTS, MOST_STEPS, SHORT_TOKENS, Lrpe
 from warploom.ops.lrpe.engine import Geometry, ThetaSums, inverse_of, row_arguments
 from warploom.ops.lrpe.softmax_sequence.triton.rounds import sequence_backward_kernel, sequence_forward_kernel
 from warploom.ops.lrpe.softmax_sequence.triton.tiles import SequenceConfig, SequenceSizes
-from warploom.runtime.launch import INTERPRETED, Dense, Launch, multiprocessors
+from warploom.runtime.launch import INTERPRETED, Buffer, Launch, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
@@ -24,10 +24,10 @@ _REGISTERS = 65_536  # of a multiprocessor of any GPU
 class SequencePlan(NamedTuple):
     """Plan of a call: what it allocates and launches."""
 
-    result: Dense
-    statistics: Dense
+    result: Buffer
+    statistics: Buffer
     launch: Launch
-    partial: Dense | None  # partial sums that programs publish, unless a part has all tokens
+    partial: Buffer | None  # partial sums that programs publish, unless a part has all tokens
     slabs: int  # of all heads
     theta_sums: ThetaSums | None  # where theta's gradient is asked for
 
@@ -127,6 +127,6 @@ def plan_sequence(grad: Tensor | None, inputs: LrpeInputs, options: LrpeOptions)
         sums = ThetaSums.of(batch * parts * heads // max(call.theta_rows, 1), inputs.theta, call.angles, call.axes)
     partial = (batch * heads * slabs * slots * (1 if backward else 2) * call.members * width,)
     return SequencePlan(
-        Dense.like(result), Dense.rows(statistics, torch.float32), launch,
-        None if parts == 1 else Dense.rows(partial, torch.float32), batch * heads * slabs, sums,
+        Buffer.like(result), Buffer.rows(statistics, torch.float32), launch,
+        None if parts == 1 else Buffer.rows(partial, torch.float32), batch * heads * slabs, sums,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from warploom.ops.tpa.attention.triton.products import (
 )
 from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, Factors, feature_factors, strides_of
 from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
-from warploom.runtime.launch import Dense, Launch
+from warploom.runtime.launch import Buffer, Launch
 from warploom.runtime.layout import tile_width
 from warploom.runtime.memory_order import layout_of, reorder_like
 from warploom.runtime.plans import Plans
@@ -43,8 +43,8 @@ _NO_HEADS, _NO_FEATURES = HeadStrides(0, 0, 0, 0), FeatureStrides(0, 0, 0, 0)
 class _Products(NamedTuple):
     """Plan of what forms keys, values and queries, and gradients of factors from theirs."""
 
-    wholes: tuple[Dense, Dense, Dense | None]  # keys, values, and queries unless ``bq`` holds them
-    gradients: Any  # `Factors` of `Dense`; None for what is not computed here
+    wholes: tuple[Buffer, Buffer, Buffer | None]  # keys, values, and queries unless ``bq`` holds them
+    gradients: Any  # `Factors` of `Buffer`; None for what is not computed here
     form: Launch
     differentiate: Launch
 
@@ -153,10 +153,10 @@ def _plan(inputs: AttentionInputs, options: AttentionOptions) -> _Products:
         bounds=None if bounds is None else SequenceBounds(bounds.shape[0] - 1, bounds.stride(0)),
         **arguments,
     )
-    wholes = (Dense.like(k), Dense.like(v), None if q is None else Dense.like(q))
+    wholes = (Buffer.like(k), Buffer.like(v), None if q is None else Buffer.like(q))
     if aq is None:  # the gradient of queries is that of ``bq``
         like = like._replace(bq=None)  # type: ignore[arg-type]
-    gradients = like.map(Dense.like)
+    gradients = like.map(Buffer.like)
     return _Products(wholes, gradients, form, differentiate)
 
 

@@ -42,7 +42,7 @@ from warploom.ops.tpa.decode.triton.decode import (
     decode_kernel,
 )
 from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
-from warploom.runtime.launch import Dense, Launch, are_aligned, has_pdl, multiprocessors
+from warploom.runtime.launch import Buffer, Launch, are_aligned, has_pdl, multiprocessors
 from warploom.runtime.layout import tile_width
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
@@ -64,10 +64,10 @@ def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device
 class DecodePlan(NamedTuple):
     """Plan of a call: what it allocates and launches."""
 
-    out: Dense
+    out: Buffer
     launch: Launch
     combine: Launch | None = None  # where the cache is split
-    parts: tuple[Dense, Dense] | None = None  # results and statistics of the parts
+    parts: tuple[Buffer, Buffer] | None = None  # results and statistics of the parts
 
 
 def decode(inputs: DecodeInputs, options: DecodeOptions, plans: Plans) -> Tensor:
@@ -114,7 +114,7 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
     else:
         launch = _plan_launch(factors, out, lengths_stride, spans, levels, scales, tile)
     if spans == 1:
-        return DecodePlan(Dense.like(out), launch)
+        return DecodePlan(Buffer.like(out), launch)
     pdl = has_pdl(bq.device)
     combine = Launch(
         combine_kernel,
@@ -130,8 +130,8 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
         NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
     )  # fmt: skip
     shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
-    partial, statistics = (Dense.rows(shape, torch.float32) for shape in shapes)
-    return DecodePlan(Dense.like(out), launch, combine, (partial, statistics))
+    partial, statistics = (Buffer.rows(shape, torch.float32) for shape in shapes)
+    return DecodePlan(Buffer.like(out), launch, combine, (partial, statistics))
 
 
 def _plan_launch(
