@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Tensor]
 
 
-def _gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
+def _build_gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
     """Returns attention as a user writes it: keys and values by an all-gather, PyTorch's on chunks."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from torch.nn.attention.bias import causal_lower_right
@@ -46,7 +46,7 @@ def _gathered_sdpa(case: Case, mesh: DeviceMesh) -> Function:
     return attend
 
 
-def _ring_sdpa(case: Case, mesh: DeviceMesh) -> Function:
+def _build_ring_sdpa(case: Case, mesh: DeviceMesh) -> Function:
     """Returns PyTorch's own attention over several GPUs, to be called inside of `in_context`."""
     if case["kind"] != "causal":
         raise Unsupported("PyTorch's context parallelism is measured for causal attention")
@@ -80,6 +80,6 @@ def in_context(name: str, case: Case, mesh: DeviceMesh, device: torch.device) ->
 
 
 PROVIDERS: dict[str, Callable[[Case, DeviceMesh], Function]] = {
-    "allgather_sdpa": _gathered_sdpa,
-    "sdpa_context_parallel": _ring_sdpa,
+    "allgather_sdpa": _build_gathered_sdpa,
+    "sdpa_context_parallel": _build_ring_sdpa,
 }

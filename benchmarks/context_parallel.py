@@ -82,7 +82,7 @@ def _options(case: Case) -> dict[str, Any]:
     return {"causal": case["kind"] != "full", "window": (WINDOW, 0) if case["kind"] == "window" else None}
 
 
-def whole(case: Case, backend: str = "auto") -> Function:
+def attend_alone(case: Case, backend: str = "auto") -> Function:
     """Returns the call on one GPU."""
     if case["kind"] == "linear":
         return functools.partial(linear_attention, encoding="rotate", backend=backend)
@@ -147,7 +147,7 @@ def _sharding(inputs: Inputs, case: Case) -> dict[str, Any]:
     return {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
 
 
-def _parts(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) -> tuple[Inputs, Tensor | None]:
+def _shard(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) -> tuple[Inputs, Tensor | None]:
     """Returns this rank's parts of inputs and of the output's gradient; what has no tokens is every rank's."""
 
     def part(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _gather_all(results: Sequence[Tensor], inputs: Inputs, case: Case, mesh: Dev
     return tuple(unshard_sequence(x.detach(), mesh, **_sharding(inputs, case)) for x in results)
 
 
-def _drawn(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor | None]:
+def _draw(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     inputs = make_inputs(case, device, generator)
     if mode == "fwd":
@@ -182,16 +182,16 @@ def _drawn(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor 
 def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """Returns the fields of a record for a provider's error against float64, on a short sequence."""
     case = {**case, "n": min(case["n"], CHECKED)}
-    inputs, grad = _drawn(case, mode, device)
-    reference = whole(case, "torch")
+    inputs, grad = _draw(case, mode, device)
+    reference = attend_alone(case, "torch")
     exact = _run(reference, upcast(inputs), None if grad is None else grad.double())
     eager = _run(reference, inputs, grad)
     with peers.in_context(name, case, mesh, device):
-        found = _run(PROVIDERS[name](case, mesh), *_parts(inputs, grad, case, mesh))
+        found = _run(PROVIDERS[name](case, mesh), *_shard(inputs, grad, case, mesh))
     return judged(compare(_gather_all(found, inputs, case, mesh), exact, eager))
 
 
-def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
+def _measure_all(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
     """Returns fields of the records of all providers, and of the limit: the call on one GPU."""
     case, mode, names = task["case"], task["mode"], task["providers"]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -201,9 +201,9 @@ def _measured(task: dict[str, Any], device: torch.device) -> dict[str, dict[str,
         verdict = attempt(name, functools.partial(_judge, name, case, mode, mesh, device))
         results[name] = asdict(verdict) if isinstance(verdict, Failure) else verdict
     release_memory(device)
-    inputs, grad = _drawn(case, mode, device)
-    parts = _parts(inputs, grad, case, mesh)
-    one = functools.partial(_run, whole(case), inputs, grad)
+    inputs, grad = _draw(case, mode, device)
+    parts = _shard(inputs, grad, case, mesh)
+    one = functools.partial(_run, attend_alone(case), inputs, grad)
     fit = [name for name in names if "status" not in results[name]]
     if KERNELS in fit:
         found = _gather_all(_run(_ours(case, mesh), *parts), inputs, case, mesh)
@@ -238,7 +238,7 @@ def main(folder: str) -> None:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", device_id=device if device.index is not None else None
     )
-    results = _measured(task, device)
+    results = _measure_all(task, device)
     if dist.get_rank() == 0:
         Path(folder, "results.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
@@ -259,7 +259,7 @@ def measure(
         release_memory(device)
         found, reason = _on_ranks(dict(unit.case), unit.mode, providers, device)
         missing = {"status": "error", "reason": reason or "not measured"}
-    blank = replace(blank, flops=flops_of(unit.case, unit.mode))
+    blank = replace(blank, flops=count_flops(unit.case, unit.mode))
     return [replace(blank, provider=name, **found.get(name, missing)) for name in (*providers, LIMIT)]
 
 
@@ -285,7 +285,7 @@ def _on_ranks(
         return json.loads(file.read_text(encoding="utf-8")), ""
 
 
-def flops_of(case: Case, mode: str) -> int:
+def count_flops(case: Case, mode: str) -> int:
     """Returns the operations of attention's products where queries see keys, on all ranks together."""
     n, features = case["n"], case["heads"] * case["head_dim"]
     if case["kind"] == "linear":
@@ -299,14 +299,14 @@ def flops_of(case: Case, mode: str) -> int:
     return int(case["batch"] * 4 * pairs * features * (3.5 if mode == "fwd_bwd" else 1))
 
 
-def launched(case: Case, provider: str) -> None:
+def launch(case: Case, provider: str) -> None:
     """Launch the kernels of ours that a rank launches for its chunks, forward and backward."""
     if provider != KERNELS:
         raise Unsupported("launches nothing of ours")
     cpu, generator = torch.device("cpu"), torch.Generator()
     if case["kind"] == "linear":
         inputs = make_inputs({**case, "n": case["n"] // case["gpus"]}, cpu, generator)
-        out = as_tuple(whole(case, "triton")(**inputs))[0]
+        out = as_tuple(attend_alone(case, "triton")(**inputs))[0]
     else:
         from warploom.distributed.kernels import sum_rows
 
@@ -351,11 +351,11 @@ BENCH = model_bench(
         "more": functools.partial(_cases, lengths=(65536, 262144), kinds=("full", "window"), worlds=(2, 4)),
         "trial": _trial,
     },
-    traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
+    traffic=lambda case, mode: Traffic(0, 0, 0, count_flops(case, mode)),
     title="Attention over several GPUs; the limit is one GPU's time over their number",
     modes=("fwd", "fwd_bwd"),
     measure=measure,
-    launches=launched,
+    launches=launch,
 )
 BENCHES = (BENCH,)
 

@@ -81,7 +81,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     return {"tokens": torch.randint(SHAPES[case["size"]]["vocab_size"], shape, generator=generator).to(device)}
 
 
-def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch.Tensor:
+def _decode(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch.Tensor:
     """Returns the tokens behind a prompt, each that of the largest logit."""
     options = {"cache_implementation": "static"} if static else {}
     mask = torch.ones_like(tokens)
@@ -92,7 +92,7 @@ def _decoded(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torc
     return out[:, tokens.shape[1] :]
 
 
-def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
+def _check_tokens(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
     """Returns for each implementation if it decodes the tokens that ``eager`` decodes, in float32."""
     model = _model(case, device, torch.float32)
     tokens = make_inputs(case, device, torch.Generator().manual_seed(1))["tokens"][:, :256]
@@ -100,7 +100,7 @@ def _right(case: Case, providers: Sequence[str], device: torch.device) -> dict[s
     found = {}
     for name in ("eager", *names):
         model.set_attn_implementation(name)
-        found[name] = _decoded(model, tokens, CHECKED, False)
+        found[name] = _decode(model, tokens, CHECKED, False)
     return {name: bool(torch.equal(found[name.removesuffix(COMPILE)], found["eager"])) for name in providers}
 
 
@@ -108,16 +108,16 @@ def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
     """Measure all implementations, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
-    traffic = _traffic(unit.case, unit.mode)
+    traffic = _count_traffic(unit.case, unit.mode)
     blank = replace(blank, flops=traffic.flops, min_bytes=traffic.min_bytes)
-    right = attempt("eager", functools.partial(_right, unit.case, providers, device))
+    right = attempt("eager", functools.partial(_check_tokens, unit.case, providers, device))
     release_memory(device)
     if isinstance(right, Failure):
         return steps.step_records(blank, dict.fromkeys((*providers, LIMIT), right))
     model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
     tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
     names = [*providers, *([WITHOUT] if unit.mode != "decode" else [])]
-    started = {name: attempt(name, functools.partial(_started, model, name, unit.mode, tokens)) for name in names}
+    started = {name: attempt(name, functools.partial(_start, model, name, unit.mode, tokens)) for name in names}
     started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
     rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
     samples = interleaved(started, dict.fromkeys(started, rounds))
@@ -136,7 +136,7 @@ def measure(
     ]
 
 
-def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
+def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callable[[], float]:
     """Returns a provider's step, compiled; the step chooses its attention first and returns its milliseconds."""
     name, device = provider.removesuffix(COMPILE), tokens.device
     compiles = provider.endswith(COMPILE)
@@ -149,7 +149,7 @@ def _started(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Call
     def step(count: int = TOKENS + 1) -> None:
         model.set_attn_implementation(name)
         if mode == "decode":
-            _decoded(model, tokens, count, compiles)
+            _decode(model, tokens, count, compiles)
         elif optimizer is None:
             with torch.no_grad():
                 run(input_ids=tokens, use_cache=False, logits_to_keep=1)
@@ -175,7 +175,7 @@ def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> 
     return steps.product_ms(traffic.flops, device, clock)
 
 
-def _traffic(case: Case, mode: str) -> Traffic:
+def _count_traffic(case: Case, mode: str) -> Traffic:
     """Returns the operations of a step, or the bytes of weights and keys of a decoded token."""
     shape, layers, n = SHAPES[case["size"]], case["layers"], case["context_length"]
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
@@ -192,7 +192,7 @@ def _traffic(case: Case, mode: str) -> Traffic:
     return Traffic(0, 0, 0, forward * (3 if mode == "train" else 1))
 
 
-def launched(case: Case, provider: str) -> None:
+def launch(case: Case, provider: str) -> None:
     """Launch the kernels of ours that attention of a layer launches, forward and backward."""
     from warploom import flash_attention
 
@@ -225,11 +225,11 @@ BENCH = steps.model_bench(
         "published": functools.partial(_cases, layers=4),
         "trial": lambda device: [TRIAL],
     },
-    traffic=_traffic,
+    traffic=_count_traffic,
     title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
     x="context_length",
     modes=("prefill", "train", "decode"),
     measure=measure,
-    launches=launched,
+    launches=launch,
 )
 BENCHES = (BENCH,)

@@ -101,7 +101,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def flops_of(case: Case, mode: str) -> int:
+def count_flops(case: Case, mode: str) -> int:
     """Returns the operations of a step."""
     with torch.device("meta"):
         model = TransformerLM(config_of(case, KERNELS))
@@ -164,7 +164,7 @@ def measure(
     unit: Unit, providers: Sequence[str], device: torch.device, clock: Clock, blank: Record
 ) -> list[Record]:
     """Measure all models of a case, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
-    flops = flops_of(unit.case, unit.mode)
+    flops = count_flops(unit.case, unit.mode)
     steppers = {name: attempt(name, functools.partial(prepare, name, unit, device)) for name in providers}
     product = steps.product_ms(flops, device, clock)
     calls: dict[str, Callable[[], list[float]] | Failure] = {
@@ -181,7 +181,7 @@ def measure(
             gc.enable()
     samples = {n: t if isinstance(t, Failure) else [ms for steps in t for ms in steps] for n, t in taken.items()}
     records = steps.step_records(replace(blank, flops=flops), samples)
-    return [_completed(record, steppers.get(record.provider)) for record in records]
+    return [_complete(record, steppers.get(record.provider)) for record in records]
 
 
 def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
@@ -202,7 +202,7 @@ def prepare(name: str, unit: Unit, device: torch.device) -> Stepper:
     return stepper
 
 
-def profiled(name: str, unit: Unit, device: torch.device) -> Callable[[], None]:
+def prepare_profile(name: str, unit: Unit, device: torch.device) -> Callable[[], None]:
     """Returns a model's step with marks around its parts, where its modules are ours and run one by one."""
     stepper = prepare(name, unit, device)
     if isinstance(stepper.model, TransformerLM) and "+" not in name:
@@ -210,7 +210,7 @@ def profiled(name: str, unit: Unit, device: torch.device) -> Callable[[], None]:
     return stepper.step
 
 
-def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
+def _complete(record: Record, stepper: Stepper | Failure | None) -> Record:
     """Returns a record of a model that was timed, with its phases and memory."""
     if not (isinstance(stepper, Stepper) and record.ms):
         return record
@@ -227,7 +227,7 @@ def _completed(record: Record, stepper: Stepper | Failure | None) -> Record:
     return replace(record, peak_memory_mib=stepper.memory_mib.get("peak"), details=details)
 
 
-def launched(case: Case, provider: str) -> None:
+def launch(case: Case, provider: str) -> None:
     """Launch the kernels of ours that the layers of a provider's model launch, forward and backward."""
     from warploom.ops.rotary_attention.api import rotary_attention
 
@@ -269,12 +269,12 @@ BENCH = steps.model_bench(
         "large": functools.partial(_cases, sizes=("xl", "2.7B"), lengths=(512,)),
         "trial": _trial,
     },
-    traffic=lambda case, mode: Traffic(0, 0, 0, flops_of(case, mode)),
+    traffic=lambda case, mode: Traffic(0, 0, 0, count_flops(case, mode)),
     title="Transformer LM: wall time of a step; the limit is a large matrix product's rate",
     x="size",
     modes=("fwd", "fwd_bwd", "train"),
     measure=measure,
-    prepare=profiled,
-    launches=launched,
+    prepare=prepare_profile,
+    launches=launch,
 )
 BENCHES = (BENCH,)

@@ -57,4 +57,4 @@ def test_gpus_that_are_not_there_are_no_failure() -> None:
 
 def test_operations_of_causal_attention() -> None:
     case = {"kind": "causal", "gpus": 2, "batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "n": 64}
-    assert context_parallel.flops_of(case, "fwd") == 4 * 64 * 64 // 2 * 16
+    assert context_parallel.count_flops(case, "fwd") == 4 * 64 * 64 // 2 * 16

@@ -276,7 +276,7 @@ def test_compiled_peers_get_their_best_settings(
     if name == "transformer":
         transformer.build(peer, bench.suites["trial"]("cpu")[0], CPU)
     elif name == "llama":
-        llama._started(mock.MagicMock(), peer, "prefill", torch.zeros(1, 4, dtype=torch.long))
+        llama._start(mock.MagicMock(), peer, "prefill", torch.zeros(1, 4, dtype=torch.long))
     else:
         bench.providers[peer](bench.suites["quick"]("cuda")[0])
     mode = "max-autotune" if peer.endswith("+graphs") else "max-autotune-no-cudagraphs"
