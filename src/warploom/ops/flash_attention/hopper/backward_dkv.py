@@ -95,7 +95,10 @@ def copy_for_keys(
     ORDERED: gl.constexpr = False,
 ):  # fmt: skip
     """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
-    scheduler, own_descs, own_tiles, q_desc, do_desc, q, do, lse, delta, inverse, inverses, work, options = copies
+    scheduler, own_descs, own_tiles, q_desc = copies.scheduler, copies.own_descs, copies.own_tiles, copies.q_desc
+    do_desc, q, do, lse = copies.do_desc, copies.q, copies.do, copies.lse
+    delta, inverse, inverses, work = copies.delta, copies.inverse, copies.inverses, copies.work
+    options = copies.options
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = work.heads // work.group
@@ -159,31 +162,40 @@ class KeyGradients(NamedTuple):
     options: Options
 
 
+class OwnKeys(NamedTuple):
+    """64 keys that a group of warps owns."""
+
+    k_tile: gl.shared_memory_descriptor
+    v_tile: gl.shared_memory_descriptor
+    first: gl.int32  # as in `masks.visible_weights`, as is the next
+    reach: gl.int32 | None
+
+
 @gluon.jit
-def query_loop(
-    dk, dv, count, k_tile, v_tile, q, do, begin, end, first, scale,
-    MASKED: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    reach=None, softcap=None, CAUSAL: gl.constexpr = True,
-):  # fmt: skip
-    """Loop over tiles of queries ``begin … end`` of one head; ``first`` and ``reach`` as in `transposed_weights_of`."""
+def query_loop(dk, dv, count, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Loop over tiles of queries ``begin … end`` of one head."""
+    q, do = call.q, call.do
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(q.tiles.shape[4])
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
     for i in range(begin, end):
         slot = count % STAGES
-        logits = product_transposed((k_tile,), q, count, LAYOUT)  # (keys, queries)
-        dweights = product_transposed((v_tile,), do, count, LAYOUT)
+        logits = product_transposed((own.k_tile,), q, count, LAYOUT)  # Sᵀ = K Qᵀ
+        dweights = product_transposed((own.v_tile,), do, count, LAYOUT)  # dPᵀ = V dOᵀ
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        weights, slopes = transposed_weights_of(
-            logits, row_lse, i * BLOCK_M, first, scale, dtype, MASKED, LAYOUT, None, reach, softcap, CAUSAL
-        )
+        weights, slopes = transposed_weights_of(  # P = 2^(S − lse)
+            logits, row_lse, i * BLOCK_M, own.first, call.scale, dtype, MASKED, LAYOUT,
+            None, own.reach, call.options.softcap, CAUSAL,
+        )  # fmt: skip
         factor = as_factor(weights, dtype, OUT_LAYOUT)
-        dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)
+        dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)  # dV += Pᵀ dO
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
         dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
-        dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+        dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)  # dK += dSᵀ Q
         dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
         mbarrier.arrive(do.empty.index(slot))
         dk, dlogits = warpgroup_mma_wait(0, deps=[dk, dlogits])
@@ -205,11 +217,12 @@ def used_rows(gradients, n, keys, LAYOUT: gl.constexpr):
 @gluon.jit
 def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options = call
+    scheduler, k_tiles, v_tiles, q = call.scheduler, call.k_tiles, call.v_tiles, call.q
+    dk_result, dv_result, work, grad_scale = call.dk, call.dv, call.work, call.grad_scale
+    options = call.options
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
@@ -228,21 +241,13 @@ def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constex
         k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        own_keys = OwnKeys(k_tile, v_tile, first, reach)
         for _ in range(work.group):
             if CAUSAL:
-                dk, dv, count = query_loop(
-                    dk, dv, count, k_tile, v_tile, q, do, begin, full, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
-                )  # fmt: skip
-            dk, dv, count = query_loop(
-                dk, dv, count, k_tile, v_tile, q, do, full, high, first, scale, False, LAYOUT, OUT_LAYOUT,
-                reach, options.softcap, CAUSAL,
-            )  # fmt: skip
+                dk, dv, count = query_loop(dk, dv, count, own_keys, begin, full, call, True, CAUSAL)
+            dk, dv, count = query_loop(dk, dv, count, own_keys, full, high, call, False, CAUSAL)
             if options.window is not None:
-                dk, dv, count = query_loop(
-                    dk, dv, count, k_tile, v_tile, q, do, high, end, first, scale, True, LAYOUT, OUT_LAYOUT,
-                    reach, options.softcap, CAUSAL,
-                )  # fmt: skip
+                dk, dv, count = query_loop(dk, dv, count, own_keys, high, end, call, True, CAUSAL)
         # Worked out again rather than held in registers.
         block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads

@@ -68,51 +68,68 @@ class QueryGradients(NamedTuple):
     options: Options
 
 
+class OwnQueries(NamedTuple):
+    """64 queries that a group of warps owns."""
+
+    q_pieces: gl.tuple
+    do_tile: gl.tensor  # in registers, or in shared memory
+    lse: gl.tensor  # (64,)
+    delta: gl.tensor  # (64,)
+    first: gl.int32  # the key that the first of them stands at
+    seq: Work  # of their batch entry, or packed sequence
+
+
 @gluon.jit
-def kv_loop(
-    dq, dlogits, count, q_pieces, do_tile, k, v, lse, delta, begin, end, first, work, options, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def kv_loop(dq, dlogits, count, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Loop over tiles of keys ``end − 1 … begin``, with ``dlogits`` of the tile before, number ``count − 1``."""
+    k, v, options = call.k, call.v, call.options
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(call.q_tiles.shape[4])
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = len(dq)
     for i in range(end - begin):
-        logits = product_transposed(q_pieces, k, count, LAYOUT)
+        logits = product_transposed(own.q_pieces, k, count, LAYOUT)  # S = Q Kᵀ
         before = (count + STAGES - 1) % STAGES
         factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
-        dq = sum_of_pieces(dq, factor, k.tiles, before)
-        dweights = product_transposed((do_tile,), v, count, LAYOUT)
+        dq = sum_of_pieces(dq, factor, k.tiles, before)  # dQ += dS K, of the tile before
+        dweights = product_transposed((own.do_tile,), v, count, LAYOUT)  # dP = dO Vᵀ
         logits = warpgroup_mma_wait(PIECES + 1, deps=[logits])
-        n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
+        n = first_key(end - 1 - i, own.seq, options, BLOCK_N)
+        weights = weights_of(  # P = 2^(S − lse)
+            logits, own.lse, n, own.first, own.seq, options, call.scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT
+        )
         done = warpgroup_mma_wait(0, deps=dq + (factor, dweights))
         dq, dweights = done[:PIECES], done[PIECES + 1]
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
-        dlogits = kept(weights * (dweights - delta[:, None]), k.tiles.dtype)
+        dlogits = kept(weights * (dweights - own.delta[:, None]), k.tiles.dtype)  # dS = P ⊙ (dP − δ)
         count += 1
     return dq, dlogits, count
 
 
 @gluon.jit
 def kv_loop_unpipelined(
-    dq, count, own, q_tiles, do_tiles, k, v, lse, delta, begin, end, first, work, options, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    dq, count, group, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """`kv_loop` with nothing in flight from one tile to the next: wide sums leave no registers for it."""
+    """`kv_loop` of a group with nothing in flight from one tile to the next: wide sums leave no registers for it."""
+    k, v, options = call.k, call.v, call.options
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(call.q_tiles.shape[4])
     for i in range(end - begin):
         # count >> 30 is zero, which the compiler cannot know: it computes addresses here, and holds none in registers.
-        place = own + (count >> 30)
-        logits = product_transposed((matrix(q_tiles, place),), k, count, LAYOUT)
-        dweights = product_transposed((matrix(do_tiles, place),), v, count, LAYOUT)
+        place = group + (count >> 30)
+        logits = product_transposed((matrix(call.q_tiles, place),), k, count, LAYOUT)
+        dweights = product_transposed((matrix(call.do_tiles, place),), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
-        n = first_key(end - 1 - i, work, options, BLOCK_N)
-        weights = weights_of(logits, lse, n, first, work, options, scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT)
+        n = first_key(end - 1 - i, own.seq, options, BLOCK_N)
+        weights = weights_of(
+            logits, own.lse, n, own.first, own.seq, options, call.scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT
+        )
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
-        dlogits = as_factor(weights * (dweights - delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        dlogits = as_factor(weights * (dweights - own.delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
         slot = count % k.tiles.shape[0]
         dq = warpgroup_mma(dlogits, matrix(k.tiles, slot), dq, is_async=True)
         dq, dlogits = warpgroup_mma_wait(0, deps=[dq, dlogits])
@@ -126,7 +143,9 @@ def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
     """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
+    scheduler, q_tiles, do_tiles, k = call.scheduler, call.q_tiles, call.do_tiles, call.k
+    v, lse, delta, result = call.v, call.lse, call.delta, call.dq
+    work, scale, grad_scale, options = call.work, call.scale, call.grad_scale, call.options
     GROUPS: gl.constexpr = do_tiles.shape[0]
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
@@ -164,20 +183,12 @@ def compute_for_queries(
         weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
         dlogits = kept(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
         count += 1
+        own_queries = OwnQueries(q_pieces, do_tile, row_lse, row_delta, first, entry)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
-            dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
-                True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-        dq, dlogits, count = kv_loop(
-            dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
-            False, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+            dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, full, end, call, True, CAUSAL)
+        dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, low, full, call, False, CAUSAL)
         if options.window is not None:
-            dq, dlogits, count = kv_loop(
-                dq, dlogits, count, q_pieces, do_tile, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
-                True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+            dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, begin, low, call, True, CAUSAL)
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
@@ -199,7 +210,9 @@ def compute_for_queries(
 @gluon.jit
 def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries."""
-    scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options = call
+    scheduler, q_tiles, k, lse = call.scheduler, call.q_tiles, call.k, call.lse
+    delta, result, work, grad_scale = call.delta, call.dq, call.work, call.grad_scale
+    options = call.options
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
     BLOCK_M: gl.constexpr = q_tiles.shape[0] * ROWS
@@ -218,25 +231,14 @@ def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.
         row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        own_queries = OwnQueries((), None, row_lse, row_delta, first, entry)
         if options.window is not None or options.seqused_k is not None:
-            dq, count = kv_loop_unpipelined(
-                dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, begin + 1, first, entry, options,
-                scale, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+            dq, count = kv_loop_unpipelined(dq, count, own, own_queries, begin, begin + 1, call, True, CAUSAL)
             begin += 1
-        dq, count = kv_loop_unpipelined(
-            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, full, end, first, entry, options, scale,
-            True, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
-        dq, count = kv_loop_unpipelined(
-            dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, low, full, first, entry, options, scale,
-            False, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+        dq, count = kv_loop_unpipelined(dq, count, own, own_queries, full, end, call, True, CAUSAL)
+        dq, count = kv_loop_unpipelined(dq, count, own, own_queries, low, full, call, False, CAUSAL)
         if options.window is not None:
-            dq, count = kv_loop_unpipelined(
-                dq, count, own, q_tiles, do_tiles, k, v, row_lse, row_delta, begin, low, first, entry, options, scale,
-                True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+            dq, count = kv_loop_unpipelined(dq, count, own, own_queries, begin, low, call, True, CAUSAL)
         batch, head = row // work.heads, row % work.heads
         store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
         tma.store_wait(0)

@@ -37,7 +37,7 @@ from warploom.ops.flash_attention.hopper.tiles import (
     product_transposed,
     store_tile,
 )
-from warploom.ops.flash_attention.hopper.weights import weights_and_slopes
+from warploom.ops.flash_attention.hopper.weights import KeyMask, weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
     Options,
     Scheduler,
@@ -68,17 +68,16 @@ class AllGradients(NamedTuple):
 
 
 @gluon.jit
-def all_gradients_loop(
-    dk, dv, count, q, do, exchange, begin, full, high, end, heads, first, used, reach, scale, softcap,
-    own: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Loop over tiles of queries ``end − 1 … begin``, each of all ``heads``, for all gradients.
+def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr, CAUSAL: gl.constexpr):
+    """Loop of group number ``own`` over tiles of queries ``end − 1 … begin``, each of all heads, for all gradients.
 
-    Those before ``full`` and from ``high`` on have masks; ``first``, ``reach`` and ``used`` are as in
-    `visible_weights`. A tile's gradient of queries is formed one step later, when the other group's gradients of logits are
-    there, and leaves while gradients of keys and the next logits are computed.
+    A tile's gradient of queries is formed one step later, when the other group's gradients of logits are there, and
+    leaves while gradients of keys and the next logits are computed.
     """
+    q, do, exchange, heads = call.q, call.do, call.exchange, call.work.group
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(q.tiles.shape[4])
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
     start = count
@@ -98,9 +97,9 @@ def all_gradients_loop(
             do_tile = matrix(do.tiles, slot)
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-            weights, slopes = weights_and_slopes(
-                logits, q.row_values.index(slot), m, full, high, first, used, reach, scale, softcap, dtype, CAUSAL, LAYOUT,
-            )  # fmt: skip
+            weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
+                logits, q.row_values.index(slot), m, mask, call.scale, call.options.softcap, dtype, CAUSAL, LAYOUT
+            )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
@@ -143,12 +142,12 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, ENDS: gl.constexpr, cal
     What is behind the last key is zeros, and so are its logits: where all others are far below, its weight is infinite, and
     times zero it is NaN. If such a tile ``ENDS`` within, and no other mask hides that, weights there are zero.
     """
-    scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options = call
+    scheduler, q, exchange, dk_result = call.scheduler, call.q, call.exchange, call.dk
+    dv_result, work, grad_scale, options = call.dv, call.work, call.grad_scale, call.options
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
-    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
@@ -174,10 +173,8 @@ def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, ENDS: gl.constexpr, cal
                 full = high
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dk, dv, count = all_gradients_loop(
-            dk, dv, count, q, do, exchange, begin, full, high, end, work.group, first, used, reach, scale,
-            options.softcap, own, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+        mask = KeyMask(full, high, first, used, reach)
+        dk, dv, count = all_gradients_loop(dk, dv, count, begin, end, mask, call, own, CAUSAL)
         # Worked out again rather than held in registers.
         block, row, _ = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads

@@ -40,7 +40,7 @@ from warploom.ops.flash_attention.hopper.tiles import (
     store_tile,
     sum_of_pieces,
 )
-from warploom.ops.flash_attention.hopper.weights import transposed_weights_of, weights_and_slopes
+from warploom.ops.flash_attention.hopper.weights import KeyMask, transposed_weights_of, weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
     Options,
     Scheduler,
@@ -101,9 +101,8 @@ class SharedKeyGradients(NamedTuple):
 
 @gluon.jit
 def query_loop_for_one(
-    acc, count, own_tiles, slot, near, far, inverses, weights, begin, end, first, reach, scale, softcap,
+    acc, count, slot, begin, end, first, reach, call,
     VALUES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
-    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Loop over tiles of queries ``begin … end`` of one head for one of two gradients; the other group forms the other.
 
@@ -111,7 +110,11 @@ def query_loop_for_one(
     of values. Otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys. Of
     several terms the last tile comes first.
     """
+    own_tiles, near, far = (call.k_tiles, call.q, call.do) if VALUES else (call.v_tiles, call.do, call.q)
+    weights = call.weights
     BLOCK_M: gl.constexpr = near.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
+    OUT_LAYOUT: gl.constexpr = product_layout(call.q.tiles.shape[4])
     for i in range(begin if TERMS == 1 else 0, end if TERMS == 1 else end - begin):
         stage = wait_full(near.full, count)
         product = product_of_terms(pieces_of(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
@@ -120,12 +123,12 @@ def query_loop_for_one(
         if VALUES:
             row_inverse = None
             if TERMS > 1:
-                row_inverse = inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
+                row_inverse = call.inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
             mbarrier.arrive(near.empty.index(stage))
             m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
             tile, slopes = transposed_weights_of(
-                product, row_value, m, first, scale, near.tiles.dtype, MASKED, LAYOUT,
-                row_inverse, reach, softcap, CAUSAL,
+                product, row_value, m, first, call.scale, near.tiles.dtype, MASKED, LAYOUT,
+                row_inverse, reach, call.options.softcap, CAUSAL,
             )  # fmt: skip
             weights.tiles.index(stage).store(slopes)
             mbarrier.arrive(weights.full.index(stage))
@@ -145,11 +148,10 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
     Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
     way round.
     """
-    scheduler, k_tiles, v_tiles, q, do, inverses, weights, dk, dv, work, scale, grad_scale, options = call
-    result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
+    scheduler, q, work, options = call.scheduler, call.q, call.work, call.options
+    result = call.dv if VALUES else call.dk
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     D: gl.constexpr = q.tiles.shape[4]
-    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(D)
     key_heads = work.heads // work.group
     count = 0
@@ -168,27 +170,23 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
         for _ in range(work.group):
             if CAUSAL and TERMS == 1:
                 acc, count = query_loop_for_one(
-                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, reach, scale,
-                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
-                )  # fmt: skip
+                    acc, count, slot, begin, full, first, reach, call, VALUES, True, CAUSAL, TERMS
+                )
             acc, count = query_loop_for_one(
-                acc, count, own_tiles, slot, near, far, inverses, weights, full, high, first, reach, scale,
-                options.softcap, VALUES, False, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+                acc, count, slot, full, high, first, reach, call, VALUES, False, CAUSAL, TERMS
+            )
             if options.window is not None:
                 acc, count = query_loop_for_one(
-                    acc, count, own_tiles, slot, near, far, inverses, weights, high, end, first, reach, scale,
-                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
-                )  # fmt: skip
+                    acc, count, slot, high, end, first, reach, call, VALUES, True, CAUSAL, TERMS
+                )
             if CAUSAL and TERMS > 1:
                 acc, count = query_loop_for_one(
-                    acc, count, own_tiles, slot, near, far, inverses, weights, begin, full, first, reach, scale,
-                    options.softcap, VALUES, True, CAUSAL, TERMS, LAYOUT, OUT_LAYOUT,
-                )  # fmt: skip
+                    acc, count, slot, begin, full, first, reach, call, VALUES, True, CAUSAL, TERMS
+                )
         if TERMS > 1:  # results leave through no buffer
             mbarrier.arrive(scheduler.empty.index(slot))
         if not VALUES:
-            acc = acc * grad_scale
+            acc = acc * call.grad_scale
         if TERMS == 1:  # worked out again rather than held in registers
             block, row, split = tile_place(read(scheduler, slot), work, False)
         batch, head = row // key_heads, row % key_heads
@@ -204,17 +202,16 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
 
 
 @gluon.jit
-def factor_of(
-    product, count, m, near, weights, full, high, first, reach, scale, softcap,
-    VALUES: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def factor_of(product, count, m, mask, call, VALUES: gl.constexpr, CAUSAL: gl.constexpr):
     """What a near product of tile number ``count``, number ``m`` of its queries, becomes: weights, or gradients of logits."""
+    near, weights = call.q if VALUES else call.do, call.weights
     dtype: gl.constexpr = near.tiles.dtype
+    LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
     stage = count % near.full.shape[0]
     row_values = near.row_values.index(stage)
     if VALUES:
         tile, slopes = weights_and_slopes(
-            product, row_values, m, full, high, first, None, reach, scale, softcap, dtype, CAUSAL, LAYOUT
+            product, row_values, m, mask, call.scale, call.options.softcap, dtype, CAUSAL, LAYOUT
         )
         mbarrier.arrive(near.empty.index(stage))
         weights.tiles.index(stage).store(slopes)
@@ -229,14 +226,17 @@ def factor_of(
 
 @gluon.jit
 def query_loop_in_pieces(
-    acc, count, own_tiles, slot, own_empty, near, far, weights, begin, full, high, end, heads, first, reach, scale,
-    softcap, VALUES: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    acc, count, slot, begin, end, mask, call, VALUES: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """`query_loop_for_one` over tiles of queries ``begin … end`` of all ``heads``, of which one follows the other.
+    """`query_loop_for_one` over tiles of queries ``begin … end`` of all heads, of which one follows the other.
 
-    Those before ``full`` and from ``high`` on have masks. The own tile is given back when the last near product is there.
+    The own tile is given back when the last near product is there.
     """
+    own_tiles, near, far = (call.k_tiles, call.q, call.do) if VALUES else (call.v_tiles, call.do, call.q)
+    own_empty, heads = call.scheduler.empty.index(slot), call.work.group
     STAGES: gl.constexpr = near.full.shape[0]
+    LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
+    OUT_LAYOUT: gl.constexpr = product_layout(far.tiles.shape[4])
     NEAR: gl.constexpr = near.tiles.shape[0] // STAGES
     FAR: gl.constexpr = far.tiles.shape[0] // STAGES
     dtype: gl.constexpr = near.tiles.dtype
@@ -246,9 +246,7 @@ def query_loop_in_pieces(
         m = begin
         product = product_transposed(own, near, count, LAYOUT)  # (keys, queries)
         product = warpgroup_mma_wait(0, deps=[product])
-        new = factor_of(
-            product, count, m, near, weights, full, high, first, reach, scale, softcap, VALUES, CAUSAL, LAYOUT
-        )
+        new = factor_of(product, count, m, mask, call, VALUES, CAUSAL)
         tile = kept(new, dtype)
         for _ in range(steps - 1):
             m += 1
@@ -258,10 +256,7 @@ def query_loop_in_pieces(
             factor = kept_as_factor(tile, dtype, OUT_LAYOUT)
             acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
             product = warpgroup_mma_wait(FAR, deps=[product])
-            new = factor_of(
-                product, count + 1, m, near, weights, full, high, first, reach, scale, softcap,
-                VALUES, CAUSAL, LAYOUT,
-            )  # fmt: skip
+            new = factor_of(product, count + 1, m, mask, call, VALUES, CAUSAL)
             acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
             mbarrier.arrive(far.empty.index(far_slot))
             tile = kept(new, dtype)
@@ -284,12 +279,11 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
 
     Its result leaves through no buffer: while it does, the next keys and values are copied.
     """
-    scheduler, k_tiles, v_tiles, q, do, _, weights, dk, dv, work, scale, grad_scale, options = call
-    result, own_tiles, near, far = (dv, k_tiles, q, do) if VALUES else (dk, v_tiles, do, q)
+    scheduler, q, work, options = call.scheduler, call.q, call.work, call.options
+    result, far = (call.dv, call.do) if VALUES else (call.dk, q)
     PIECES: gl.constexpr = far.tiles.shape[0] // far.full.shape[0]
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     WIDTH: gl.constexpr = far.tiles.shape[4]
-    LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(WIDTH)
     key_heads = work.heads // work.group
     count = 0
@@ -305,15 +299,13 @@ def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
         if options.window is not None:
             reach = work.right + options.window.left
         acc = empty_sum(PIECES, WIDTH, OUT_LAYOUT)
-        acc, count = query_loop_in_pieces(
-            acc, count, own_tiles, slot, scheduler.empty.index(slot), near, far, weights, begin, full, high, end,
-            work.group, first, reach, scale, options.softcap, VALUES, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+        mask = KeyMask(full, high, first, None, reach)
+        acc, count = query_loop_in_pieces(acc, count, slot, begin, end, mask, call, VALUES, CAUSAL)
         batch, head = row // key_heads, row % key_heads
         if options.seqused_k is not None:
             entry = entry_of(work, batch, block * ROWS, options)
             acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
-        factor = 1.0 if VALUES else grad_scale
+        factor = 1.0 if VALUES else call.grad_scale
         store_pieces(result, acc, factor, split, batch, head, block * ROWS, work.keys, OUT_LAYOUT)
         done += 1
         tile, slot = received(scheduler, done)

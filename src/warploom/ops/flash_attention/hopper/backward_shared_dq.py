@@ -57,11 +57,13 @@ class SharedQueryGradients(NamedTuple):
 
 @gluon.jit
 def weigh_keys(
-    count, q_terms, k, weights, row_lse, row_inverse, begin, end, first, work, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, LAYOUT: gl.constexpr,
+    count, q_terms, row_lse, row_inverse, begin, end, first, call,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Weights of tiles of keys ``end − 1 … begin``, for the other group."""
+    k, weights, work, scale = call.k, call.weights, call.work, call.scale
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     for i in range(end - begin):
         slot = wait_full(k.full, count)
         logits = product_of_terms(q_terms, k.tiles, slot, TERMS, LAYOUT)
@@ -78,7 +80,7 @@ def weigh_keys(
 @gluon.jit
 def compute_weights(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
     """The first of two groups of warps with the same 64 queries, whose terms it has in registers."""
-    scheduler, k, weights, work, scale = call.scheduler, call.k, call.weights, call.work, call.scale
+    scheduler, k, work = call.scheduler, call.k, call.work
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     count = 0
@@ -95,12 +97,10 @@ def compute_weights(CAUSAL: gl.constexpr, TERMS: gl.constexpr, call):
         q_terms = own_terms_in_registers(call.q_tiles, TERMS, LAYOUT)
         mbarrier.arrive(scheduler.empty.index(slot))
         count = weigh_keys(
-            count, q_terms, k, weights, row_lse, row_inverse, full, end, first, work, scale,
-            True, CAUSAL, TERMS, LAYOUT,
+            count, q_terms, row_lse, row_inverse, full, end, first, call, True, CAUSAL, TERMS
         )  # fmt: skip
         count = weigh_keys(
-            count, q_terms, k, weights, row_lse, row_inverse, begin, full, first, work, scale,
-            False, CAUSAL, TERMS, LAYOUT,
+            count, q_terms, row_lse, row_inverse, begin, full, first, call, False, CAUSAL, TERMS
         )  # fmt: skip
         done += 1
         tile, slot = received(scheduler, done)

@@ -94,35 +94,37 @@ def clear_others(ring, count, n, work):
 
 @gluon.jit
 def attend(
-    state, q_pieces, k, v, go, begin, end, first, work, options, scale,
-    own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    state, q_pieces, first, seq, begin, end, call, own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """KV loop over tiles ``end − 1 … begin``."""
+    """KV loop of group number ``own`` over tiles ``end − 1 … begin``; its first query stands at the key ``first``."""
     acc, weights, row_sum, row_max, count, starts = state
+    k, v, go, options = call.k, call.v, call.go, call.options
     STAGES: gl.constexpr = k.full.shape[0]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     GROUPS: gl.constexpr = go.shape[0]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    OUT_LAYOUT: gl.constexpr = product_layout(v.tiles.shape[4])
     for i in range(end - begin):
         if GROUPS > 2:
             mbarrier.wait(go.index(own), starts & 1)
             starts += 1
-        logits = product_transposed(q_pieces, k, count + 1, LAYOUT)
+        logits = product_transposed(q_pieces, k, count + 1, LAYOUT)  # S = Q Kᵀ
         slot = wait_full(v.full, count)
         factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
-        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
+        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)  # O += P V, of the tile before
         if GROUPS > 2:
             mbarrier.arrive(go.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
-        n = first_key(end - 1 - i, work, options, BLOCK_N)
-        new, row_sum, row_max, rescale = softmax_step(
-            logits, row_sum, row_max, first, n, work, options, scale, MASKED, CAUSAL, LAYOUT
+        n = first_key(end - 1 - i, seq, options, BLOCK_N)
+        new, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
+            logits, row_sum, row_max, first, n, seq, options, call.scale, MASKED, CAUSAL, LAYOUT
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
         # Without a window the first step has the end of the sequence.
         if MASKED and options.units is not None and options.window is not None:
-            clear_others(v, count + 1, n, work)
+            clear_others(v, count + 1, n, seq)
         if options.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         weights = kept(new, v.tiles.dtype)
@@ -133,7 +135,9 @@ def attend(
 @gluon.jit
 def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
     """Group number ``own`` of warps of a `Forward`."""
-    scheduler, q_tiles, k, v, go, out, lse, statistics, work, scale, options = call
+    scheduler, q_tiles, k, v = call.scheduler, call.q_tiles, call.k, call.v
+    go, out, lse, statistics = call.go, call.out, call.lse, call.statistics
+    work, scale, options = call.work, call.scale, call.options
     GROUPS: gl.constexpr = go.shape[0]
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
@@ -182,19 +186,10 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
             clear_others(v, count, n, entry)
         state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
-            state = attend(
-                state, q_pieces, k, v, go, full, end, first, entry, options, scale,
-                own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
-        state = attend(
-            state, q_pieces, k, v, go, low, full, first, entry, options, scale,
-            own, False, CAUSAL, LAYOUT, OUT_LAYOUT,
-        )  # fmt: skip
+            state = attend(state, q_pieces, first, entry, full, end, call, own, True, CAUSAL)
+        state = attend(state, q_pieces, first, entry, low, full, call, own, False, CAUSAL)
         if options.window is not None:
-            state = attend(
-                state, q_pieces, k, v, go, begin, low, first, entry, options, scale,
-                own, True, CAUSAL, LAYOUT, OUT_LAYOUT,
-            )  # fmt: skip
+            state = attend(state, q_pieces, first, entry, begin, low, call, own, True, CAUSAL)
         acc, weights, row_sum, row_max, count, starts = state
         if OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(q_slot))
@@ -284,7 +279,9 @@ def copy_for_queries(
 
     Its tiles are ``COUNTED``, or loops are even and `are_counted` says whether they are.
     """
-    scheduler, own_descs, own_tiles, k_desc, v_desc, k, v, work, options = copies
+    scheduler, own_descs, own_tiles, k_desc = copies.scheduler, copies.own_descs, copies.own_tiles, copies.k_desc
+    v_desc, k, v, work = copies.v_desc, copies.k, copies.v, copies.work
+    options = copies.options
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     batch_size = work.rows // work.heads

@@ -103,7 +103,8 @@ def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.cons
     Only this warp waits for other programs. Its group waits for it where no buffer is free for the next part. Tiles of keys
     are added in their order. The first is stored and not added: memory may hold anything.
     """
-    scheduler, parts, full, empty, added, tiles_added, work, options = call
+    scheduler, parts, full, empty = call.scheduler, call.parts, call.full, call.empty
+    added, tiles_added, work, options = call.added, call.tiles_added, call.work, call.options
     STAGES: gl.constexpr = full.shape[0] // GROUPS
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     key_heads = work.heads // work.group

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -65,16 +67,25 @@ def transposed_weights_of(
     return weights, slopes
 
 
+class KeyMask(NamedTuple):
+    """Which of 64 keys queries see."""
+
+    full: gl.int32  # the first tile of queries without a mask
+    high: gl.int32  # the first tile behind those, with a mask again
+    first: gl.int32  # as in `masks.visible_weights`, as are the next
+    used: gl.int32 | None
+    reach: gl.int32 | None
+
+
 @gluon.jit
 def weights_and_slopes(
-    logits, lses, m, full, high, first, used, reach, scale, softcap, dtype: gl.constexpr,
-    CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+    logits, lses, m, mask, scale, softcap, dtype: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Weights of 64 keys for tile number ``m`` of queries, rounded if there is a cap, and these times the cap's derivative.
 
-    Tiles before ``full`` and from ``high`` on have masks. ``lses`` are in shared memory: with a cap they come into registers
-    behind its branches.
+    ``lses`` are in shared memory: with a cap they come into registers behind its branches.
     """
+    full, high, first, used, reach = mask.full, mask.high, mask.first, mask.used, mask.reach
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = CAUSAL or reach is not None or used is not None
     if softcap is not None:
