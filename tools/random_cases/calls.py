@@ -112,16 +112,21 @@ def make_call(operator: str, choices: Choices) -> Call:
     """Returns a call of an operator, made of choices."""
     draft = _Draft(choices)
     _MAKERS[operator](draft)
-    positional = choices.number("positional", (0, 0, 0, 2, 3, 6), 0, POSITIONAL.get(operator, 6))
-    seed = choices.number("seed", range(1000), 0, 10**9)
-    precision = draft.options.pop("matmul_precision", "highest")
-    call = Call(
-        operator, draft.arrays, draft.options, tuple(draft.outputs), seed, (), positional, draft.recorded, precision
-    )
-    if draft.recorded and call.wanted:
-        call = replace(call, gradients=draft.gradients())
-    return replace(
-        call, numbers=draft.numbers, record=choices.record, answers=choices.answers, varied=choices.options
+    wanted = draft.recorded and any(array.grad for array in draft.arrays.values())
+    return Call(
+        operator,
+        draft.arrays,
+        draft.options,
+        tuple(draft.outputs),
+        seed=choices.number("seed", range(1000), 0, 10**9),
+        gradients=draft.gradients() if wanted else (),
+        positional=choices.number("positional", (0, 0, 0, 2, 3, 6), 0, POSITIONAL.get(operator, 6)),
+        recorded=draft.recorded,
+        matmul_precision=draft.options.pop("matmul_precision", "highest"),
+        numbers=draft.numbers,
+        record=choices.record,
+        answers=choices.answers,
+        varied=choices.options,
     )
 
 
@@ -145,9 +150,9 @@ class _Draft:
         self.dtype = self.choice("dtype", DTYPES * 8 + more, compiled=1)
 
     def optional(self, name: str, values: Sequence[Any], compiled: int | None = None) -> Any:
-        """Draw an option, which is left out if it is None or False; returns it."""
+        """Draw an option, which is left out if it is None; returns it."""
         value = self.choice(name, values, compiled=compiled)
-        if value is not None and value is not False:
+        if value is not None:
             self.options[name] = value
         return value
 
@@ -193,7 +198,7 @@ class _Draft:
         """Returns the sizes up to a bound, all of them where nothing is drawn."""
         return [size for size in sizes if size <= most] or [1] if self.limited else sizes
 
-    def lengths(self, batch: int, heads: int, elements: int, packed: bool | None, alike: float) -> tuple[int, int]:
+    def lengths(self, batch: int, heads: int, elements: int, packed: bool, alike: float) -> tuple[int, int]:
         """Draw numbers of queries and keys; where one side alone is ``packed`` there are as many, else often."""
         room, square = self.elements(elements), math.isqrt(MOST_PRODUCTS // max(batch * heads, 1))
         tokens = self.length("N", min(room, square) if packed else room)
@@ -449,9 +454,7 @@ def _linear_attention(draft: _Draft) -> None:
     if encoding != "none":
         draft.options["encoding"] = encoding
         draft.theta(heads, angles)
-    activation = draft.choice("activation", ("none", "none", "relu", "sigmoid", "silu", "softmax"), compiled=1)
-    if activation != "none":
-        draft.options["activation"] = activation
+    draft.optional("activation", (None, None, "relu", "sigmoid", "silu", "softmax"), compiled=1)
     if encoding == "rotate":
         draft.switch("interleaved")
     sequences = draft.places(where, batch, tokens)
@@ -530,9 +533,7 @@ def _tpa_attention(draft: _Draft) -> None:
     _factors(draft, batch, tokens, keys, heads, features, 128 if draft.dtype == "float32" else 256)
     if packed:
         draft.packed("cu_seqlens", tokens, ("aq", "ak", "av", "bq", "bk", "bv"))
-    causal = draft.choice("causal", (None, None, True, False), compiled=2)
-    if causal is not None:
-        draft.options["causal"] = causal
+    draft.optional("causal", (None, None, True, False), compiled=2)
 
 
 def _rotary_attention(draft: _Draft) -> None:
