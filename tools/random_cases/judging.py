@@ -38,7 +38,7 @@ LEFT = 64.0
 """Roundings of a factor that may be left where the terms of a gradient cancel."""
 NOTHING = 1e-12
 """The largest number of a result of which nothing is left."""
-ROUNDED = {"float64": 2.0**-40, "float32": 2.0**-21, "float16": 2.0**-18, "bfloat16": 2.0**-18}
+ROUNDED = {"float64": 2.0**-40, "float32": 2.0**-20, "float16": 2.0**-16, "bfloat16": 2.0**-16}
 """The accuracy of float32 and float64 results of a call in a dtype, relative to the largest number.
 
 Sums over tokens have no more: matrix units cut off what does not fit, and a state is rounded with each tile. The
