@@ -20,7 +20,7 @@ from warploom.distributed import agreement, ranks
 from warploom.distributed.agreement import Agreements
 from warploom.distributed.attention.plan import PlainCall, Step, make_plan
 from warploom.distributed.balance import Piece, balance
-from warploom.distributed.layout import chunks_of
+from warploom.distributed.layout import chunks_of, close_bounds
 
 
 @pytest.mark.sample(2)
@@ -65,16 +65,16 @@ def test_all_ranks_know_the_same(world: int, layout: str) -> None:
     known = 0
     for _ in range(500):
         n = draw.choice((draw.randrange(200), 8 * world * draw.randrange(8)))
-        bounds = (0, n) if draw.random() < 0.7 else (0, n // 3, n)
-        lengths = tuple(chunks_of(bounds, world, layout).lengths)
+        read = None if draw.random() < 0.7 else (0, min(n, 8 * world))  # a rank knows no more but its part's length
+        bounds = close_bounds("attend", read, n, tail=True)
+        agreed = agreement.Agreed(tuple(chunks_of(bounds, world, layout).lengths), bounds)
         for each in ranks:
-            each.remember_whole(lengths)
-        found = [each.known((bounds, length)) for each, length in zip(ranks, lengths)]
-        assert found == [found[0]] * world
-        assert found[0] in (None, (lengths, bounds))
+            each.remember_whole(agreed.lengths)
+        found = [each.known((read, length)) for each, length in zip(ranks, agreed.lengths)]
+        assert found == [None] * world or found == [agreed] * world
         known += found[0] is not None
-        for each, length in zip(ranks, lengths):
-            each.remember((bounds, length), agreement.Agreed(lengths, bounds))
+        for each, length in zip(ranks, agreed.lengths):
+            each.remember((read, length), agreed)
     assert known
 
 
