@@ -185,28 +185,20 @@ def plan_forward(
     return LinearForward(Buffer.like(out), final, states, product)
 
 
-class LastState(NamedTuple):
-    """Plan of `last_state`."""
-
-    final: Buffer
-    states: States
-
-
 def last_state(inputs: LinearInputs, options: LinearOptions, offset: int, plans: Plans) -> Tensor:
     """Returns the last states (S, H, F, E) in float32, without outputs: of keys and values alone."""
     like = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs]
-    aligned = are_aligned(inputs.k, inputs.v)
-    plan = plans.get((*like, *options, aligned, "last state"), _plan_last_state, inputs, options, aligned)
-    final = plan.final.empty(inputs.k)
-    plan.states(inputs.k, inputs.v, inputs.initial_state, final, inputs, offset)
+    k, v, aligned = inputs.k, inputs.v, are_aligned(inputs.k, inputs.v)
+
+    def plan() -> tuple[Buffer, States]:
+        call = _call_of(inputs, options)
+        final = Buffer.rows(call.state_shape, torch.float32)
+        return final, States.of(call, k, v, inputs.initial_state, final, False, aligned)
+
+    layout, states = plans.get((*like, *options, aligned, "last state"), plan)
+    final: Tensor = layout.empty(k)
+    states(k, v, inputs.initial_state, final, inputs, offset)
     return final
-
-
-def _plan_last_state(inputs: LinearInputs, options: LinearOptions, aligned: bool) -> LastState:
-    call = _call_of(inputs, options)
-    final = Buffer.rows(call.state_shape, torch.float32)
-    states = States.of(call, inputs.k, inputs.v, inputs.initial_state, final, False, aligned)
-    return LastState(final, states)
 
 
 # ----------------------------------------------------------------------------------------------------------

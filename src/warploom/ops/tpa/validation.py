@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -34,7 +35,7 @@ def check_attention(name: str, inputs: AttentionInputs, options: tuple[Any, ...]
     aq, ak, av, bq, bk, bv, cu_seqlens = inputs
     causal, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
-    scales = _scales(name, aq, sizes, *given)
+    scales = _fill_scales(name, aq, sizes, given)
     if not isinstance(causal, bool):
         raise fault(DtypeError, name, "causal", "a bool", repr(causal))
     if cu_seqlens is not None:
@@ -53,7 +54,7 @@ def check_decode(name: str, inputs: DecodeInputs, options: tuple[Any, ...], _: i
     aq, ak, av, bq, bk, bv, cache_seqlens = inputs
     strategy, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
-    scales = _scales(name, aq, sizes, *given)
+    scales = _fill_scales(name, aq, sizes, given)
     if strategy not in STRATEGIES:
         raise fault(ArgumentError, name, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
     if cache_seqlens is not None:
@@ -90,15 +91,6 @@ class _Sizes(NamedTuple):
     rank_v: int
     features: int
     value_features: int
-
-
-class _Scales(NamedTuple):
-    """The keyword arguments of these names, as numbers."""
-
-    scale: float
-    scale_q: float
-    scale_k: float
-    scale_v: float
 
 
 def _check_factors(
@@ -153,28 +145,14 @@ def _check_features(
         raise fault(ShapeError, name, argument, expected, shape_of(b))
 
 
-def _scales(
-    name: str,
-    aq: Tensor | None,
-    sizes: _Sizes,
-    scale: float | None,
-    scale_q: float | None,
-    scale_k: float | None,
-    scale_v: float | None,
-) -> _Scales:
-    return _Scales(
-        _number(name, "scale", scale, sizes.features**-0.5),
-        _number(name, "scale_q", scale_q, 1.0 if aq is None else 1 / sizes.rank_q),
-        _number(name, "scale_k", scale_k, 1 / sizes.rank_k),
-        _number(name, "scale_v", scale_v, 1 / sizes.rank_v),
-    )
-
-
-def _number(name: str, argument: str, value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    check_number(name, argument, value)
-    return float(value)
+def _fill_scales(name: str, aq: Tensor | None, sizes: _Sizes, given: Sequence[float | None]) -> list[float]:
+    """Returns the four scales as numbers, with defaults for those that are left out."""
+    of_queries = 1.0 if aq is None else 1 / sizes.rank_q
+    defaults = (sizes.features**-0.5, of_queries, 1 / sizes.rank_k, 1 / sizes.rank_v)
+    for argument, value in zip(("scale", "scale_q", "scale_k", "scale_v"), given):
+        if value is not None:
+            check_number(name, argument, value)
+    return [default if value is None else float(value) for value, default in zip(given, defaults)]
 
 
 def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) -> None:
