@@ -259,7 +259,7 @@ def test_docstrings_begin_with_what_a_function_does_or_a_class_is(path: Path) ->
             assert not opening, f"{relative(file)}, line {line}: {text.strip().splitlines()[0]}"
 
 
-OPEN_NAMES = {"Attention", "Mask", "Options", "Plan", "Product", "Rows", "Sample"}
+OPEN_NAMES = {"Attention", "Mask", "Options", "Plan", "Rows", "Sample"}
 """Names that several classes have. A name is taken off when one class has it; none is to be added."""
 
 

@@ -303,11 +303,11 @@ def key_kernel(
         gdc_launch_dependents()
 
 
-class OwnQueries(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries."""
 
-    q: tl.tensor  # (M, D), or terms of that, as the next
-    do: tl.tensor  # (M, E)
+    q: tl.tensor  # (M, D), or terms of it
+    do: tl.tensor  # (M, E), or terms of it
     lse: tl.tensor  # (M,), as are the next
     delta: tl.tensor
     position: tl.tensor  # the key that a query stands at
@@ -387,7 +387,7 @@ def query_kernel(
         last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
         mask = Mask(keys, sizes.left, sizes.right)
         begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
-        rows = OwnQueries(q_tile, do_tile, row_lse, row_delta, position)
+        rows = QueryTile(q_tile, do_tile, row_lse, row_delta, position)
         dq_tile = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if SHORT:
             dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, begin, end, mask, scale, True, variant)
