@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 class Strides(NamedTuple):
-    """Of a tensor (B, N, H, F). With a ``VEC``, all but that of features come divided by it."""
+    """Strides of a tensor (B, N, H, F). With a ``VEC``, all but that of features come divided by it."""
 
     b: tl.int64
     n: tl.int64

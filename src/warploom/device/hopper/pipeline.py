@@ -90,7 +90,7 @@ def wait_empty(empty, count):
 
 @gluon.constexpr_function
 def bytes_of_slot(descs, tiles, full):
-    """How many bytes a barrier of ``full`` waits for."""
+    """Returns how many bytes a barrier of ``full`` waits for."""
     return sum(desc.block_type.nbytes * each.shape[0] for desc, each in zip(descs, tiles)) // full.shape[0]
 
 

@@ -61,7 +61,7 @@ class BackwardTensors(NamedTuple):
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
-        """Those that kernels multiply."""
+        """The tensors that kernels multiply."""
         return self[:4]
 
     def dense(self) -> BackwardTensors:
@@ -185,7 +185,7 @@ FORWARD = (_decode_forward, _hopper_forward, _triton_forward)
 
 
 def _is_decoding(call: Call) -> bool:
-    """Whether a call has options, and so few queries that the kernels for every GPU are faster."""
+    """Returns whether a call has options, and so few queries that the Triton kernels are faster."""
     options = call.softcap is not None or call.has_sink or call.mask.left is not None
     few = call.shape.tokens * call.shape.group <= hopper.FEW
     return few and (options or call.mask.seqused_k is not None)
@@ -354,7 +354,7 @@ def _separate_backward(
 BACKWARD = (_small_backward, _varlen_backward, _fused_backward, _separate_backward)
 """Makers of variants of a backward, in the order in which they are tried. The last takes every call."""
 _ON_ROWS = (_small_backward, _fused_backward, _separate_backward)
-"""Those that are tried on the spread rows of packed sequences."""
+"""Makers that are tried on the spread rows of packed sequences."""
 
 
 def _plan_gradient(

@@ -22,22 +22,22 @@ class Mask(NamedTuple):
 
     left: int | None = None
     right: int | None = None  # 0 for causal
-    cu_seqlens_q: Tensor | None = None  # (S + 1,), as is the next
-    cu_seqlens_k: Tensor | None = None
-    seqused_k: Tensor | None = None  # (B,), of adjacent numbers, as is the next
-    block_table: Tensor | None = None  # (B, P)
-    units_q: Tensor | None = None  # of packed sequences, as is the next: see `hopper.varlen`
-    units_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # (S + 1,)
+    cu_seqlens_k: Tensor | None = None  # (S + 1,)
+    seqused_k: Tensor | None = None  # (B,), of adjacent numbers
+    block_table: Tensor | None = None  # (B, P), of adjacent numbers
+    units_q: Tensor | None = None  # of packed queries: see `hopper.varlen`
+    units_k: Tensor | None = None  # of packed keys
     shifts: Tensor | None = None  # of units of queries, where rows are not spread
     sequences: int = 1  # how many they are
 
     def keys_of(self, k: Tensor) -> int:
-        """Keys of a batch entry, those in pages included that it does not use."""
+        """Returns the keys of a batch entry, those in pages included that it does not use."""
         return int(k.shape[1]) * (1 if self.block_table is None else int(self.block_table.shape[1]))
 
 
 class Logits(NamedTuple):
-    """What is done to logits besides scaling: a cap, and a sink."""
+    """A cap of the logits, and a sink beside them."""
 
     softcap: float | None = None
     sink: Tensor | None = None  # (Hq,), of adjacent numbers
@@ -47,7 +47,7 @@ PLAIN = Logits()
 
 
 class Shape(NamedTuple):
-    """Of a call."""
+    """Sizes of a call."""
 
     batch_size: int
     tokens: int
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-        """That of a call on these tensors; of keys in pages, those of one page."""
+        """Returns the sizes of a call on these tensors; of keys in pages, those of one page."""
         batch_size, tokens, heads, head_dim = q.shape
         return cls(batch_size, tokens, k.shape[1], heads, k.shape[2], head_dim, v.shape[3])
 
@@ -84,18 +84,18 @@ class Shape(NamedTuple):
         return max(self.block_d, self.block_e)
 
     def empty(self) -> bool:
-        """Whether there is nothing to attend with or to."""
+        """Returns whether there is nothing to attend with or to."""
         return 0 in (self.batch_size, self.tokens, self.keys, self.heads)
 
 
 def is_plain(shape: Shape, mask: Mask, scale: float) -> bool:
-    """Whether a call is causal or full attention of all keys, with as many features, a power of two, everywhere."""
+    """Returns whether a call is causal or full attention of all keys, with 2ⁿ features everywhere."""
     plain = mask.left is None and mask.cu_seqlens_q is None and mask.seqused_k is None and scale >= 0
     return plain and shape.head_dim == shape.value_dim == shape.block_d
 
 
 def bounds(shape: Shape, mask: Mask) -> tuple[int, int]:
-    """How many keys to the left and right of a query's place are seen, where that is bounded.
+    """Returns how many keys to the left and right of a query's place are seen, where that is bounded.
 
     No more than there are: kernels add these bounds to places, in 32 bits.
     """
@@ -103,12 +103,12 @@ def bounds(shape: Shape, mask: Mask) -> tuple[int, int]:
 
 
 def in_powers_of_two(scale: float) -> float:
-    """The size of ``scale`` for exponents of two; never zero, so that a hidden key's logit stays −inf."""
+    """Returns the size of ``scale`` for exponents of two; never zero, so that a hidden key's logit stays −inf."""
     return max(abs(scale), _TINY) * LOG2_E
 
 
 def programs_at_once(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
+    """Returns the multiprocessors of a GPU; elsewhere, where builds are recorded, those of an H100 or H200."""
     if device.type == "cpu":
         return HOPPER_MULTIPROCESSORS
     from warploom.runtime.launch import multiprocessors  # imports Triton
@@ -117,7 +117,7 @@ def programs_at_once(device: torch.device) -> int:
 
 
 class Costs(NamedTuple):
-    """What loops cost besides their steps, in the time of a step."""
+    """Costs of loops besides their steps, in the time of a step."""
 
     start: float  # to start and to end one
     merge: float  # to launch the kernels that merge parts
@@ -125,7 +125,7 @@ class Costs(NamedTuple):
 
 
 def loop_steps(kernel: str, shape: Shape, mask: Mask, block: int, step: int) -> list[int]:
-    """Steps of the loop of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
+    """Returns the steps of the loop of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
     offset = shape.keys - shape.tokens  # the last query stands at the last key
     own, other, behind, ahead, times = shape.tokens, shape.keys, mask.left, mask.right, 1
     if kernel == "key":
@@ -141,7 +141,7 @@ def loop_steps(kernel: str, shape: Shape, mask: Mask, block: int, step: int) -> 
 
 
 def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs: Costs) -> int:
-    """The number of splits of each loop that makes the whole fastest, by an estimate in steps.
+    """Returns the number of splits of each loop that makes the whole fastest, by an estimate in steps.
 
     Args:
         steps: Of the loop of each tile of a head.
@@ -190,11 +190,11 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:
-        """The call on these tensors."""
+        """Returns the call on these tensors."""
         shape = Shape.of(q, k, v)._replace(keys=mask.keys_of(k))
         return cls(shape, mask, scale, q.dtype, q.device, softcap)
 
     @property
     def plain(self) -> bool:
-        """Whether logits have no cap, and the rest `problem.is_plain`."""
+        """Whether logits have no cap, and the rest is plain; see `is_plain`."""
         return self.softcap is None and is_plain(self.shape, self.mask, self.scale)

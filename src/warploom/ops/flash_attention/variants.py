@@ -18,7 +18,7 @@ from warploom.runtime.launch import Buffer, Launch
 Tensor = torch.Tensor
 Tensors: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Those of q, k and v."""
+"""Gradients of q, k and v."""
 
 COUNTERS = Buffer.rows((2,), torch.int32)
 """By these programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""

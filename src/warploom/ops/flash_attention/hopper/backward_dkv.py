@@ -54,7 +54,7 @@ OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on,
 
 
 class KeyCopies(NamedTuple):
-    """What the copying warp of a kernel that owns tiles of keys copies, and where to."""
+    """Tensors that the copying warp of a kernel that owns tiles of keys copies, and buffers."""
 
     scheduler: Scheduler
     own_descs: gl.tuple  # of keys and values
@@ -147,7 +147,7 @@ def copy_for_keys(
 
 
 class KeyGradients(NamedTuple):
-    """What groups of warps that own keys share."""
+    """Tensors that groups of warps that own keys share."""
 
     scheduler: Scheduler
     k_tiles: gl.shared_memory_descriptor
@@ -167,8 +167,8 @@ class OwnKeys(NamedTuple):
 
     k_tile: gl.shared_memory_descriptor
     v_tile: gl.shared_memory_descriptor
-    first: gl.int32  # as in `masks.visible_weights`, as is the next
-    reach: gl.int32 | None
+    first: gl.int32  # as in `masks.visible_weights`
+    reach: gl.int32 | None  # as in `masks.visible_weights`
 
 
 @gluon.jit

@@ -28,14 +28,14 @@ from warploom.ops.flash_attention.hopper.tiles import (
     SplitStrides,
     empty_sum,
     finished,
-    kept,
-    kept_as_factor,
+    pack_16bit,
     pieces_of,
     product_layout,
     product_transposed,
     store_pieces,
     store_tile,
     sum_of_pieces,
+    unpack_as_operand,
 )
 from warploom.ops.flash_attention.hopper.weights import load_row_values, weights_of
 from warploom.ops.flash_attention.hopper.work import (
@@ -52,11 +52,11 @@ from warploom.ops.flash_attention.hopper.work import (
 
 
 class QueryGradients(NamedTuple):
-    """What groups of warps that own queries share."""
+    """Tensors that groups of warps that own queries share."""
 
     scheduler: Scheduler
-    q_tiles: gl.shared_memory_descriptor  # one for each group, as is the next
-    do_tiles: gl.shared_memory_descriptor
+    q_tiles: gl.shared_memory_descriptor  # one for each group
+    do_tiles: gl.shared_memory_descriptor  # one for each group
     k: Ring
     v: Ring
     lse: gl.tensor
@@ -91,7 +91,7 @@ def kv_loop(dq, dlogits, count, own, begin, end, call, MASKED: gl.constexpr, CAU
     for i in range(end - begin):
         logits = product_transposed(own.q_pieces, k, count, LAYOUT)  # S = Q Kᵀ
         before = (count + STAGES - 1) % STAGES
-        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(dlogits, k.tiles.dtype, OUT_LAYOUT)
         dq = sum_of_pieces(dq, factor, k.tiles, before)  # dQ += dS K, of the tile before
         dweights = product_transposed((own.do_tile,), v, count, LAYOUT)  # dP = dO Vᵀ
         logits = warpgroup_mma_wait(PIECES + 1, deps=[logits])
@@ -103,7 +103,7 @@ def kv_loop(dq, dlogits, count, own, begin, end, call, MASKED: gl.constexpr, CAU
         dq, dweights = done[:PIECES], done[PIECES + 1]
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
-        dlogits = kept(weights * (dweights - own.delta[:, None]), k.tiles.dtype)  # dS = P ⊙ (dP − δ)
+        dlogits = pack_16bit(weights * (dweights - own.delta[:, None]), k.tiles.dtype)  # dS = P ⊙ (dP − δ)
         count += 1
     return dq, dlogits, count
 
@@ -142,7 +142,7 @@ def kv_loop_unpipelined(
 def compute_for_queries(
     own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
 ):
-    """Group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
+    """Run group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
     scheduler, q_tiles, do_tiles, k = call.scheduler, call.q_tiles, call.do_tiles, call.k
     v, lse, delta, result = call.v, call.lse, call.delta, call.dq
     work, scale, grad_scale, options = call.work, call.scale, call.grad_scale, call.options
@@ -181,7 +181,7 @@ def compute_for_queries(
         n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
         begin, end = rest_of(begin, end, options)
         weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
-        dlogits = kept(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
+        dlogits = pack_16bit(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
         count += 1
         own_queries = OwnQueries(q_pieces, do_tile, row_lse, row_delta, first, entry)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
@@ -192,7 +192,7 @@ def compute_for_queries(
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
-        factor = kept_as_factor(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(dlogits, k.tiles.dtype, OUT_LAYOUT)
         dq = sum_of_pieces(dq, factor, k.tiles, before)
         dq = finished(dq)
         mbarrier.arrive(k.empty.index(before))

@@ -53,7 +53,7 @@ from warploom.ops.flash_attention.hopper.work import (
 
 
 class AllGradients(NamedTuple):
-    """What groups of warps that own keys share where they form all gradients."""
+    """Tensors that groups of warps that own keys share where they form all gradients."""
 
     scheduler: Scheduler
     q: RowRing  # with the lse of each row
@@ -137,7 +137,7 @@ def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr,
 
 @gluon.jit
 def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, ENDS: gl.constexpr, call):
-    """Group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values.
+    """Run group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values.
 
     What is behind the last key is zeros, and so are its logits: where all others are far below, its weight is infinite, and
     times zero it is NaN. If such a tile ``ENDS`` within, and no other mask hides that, weights there are zero.

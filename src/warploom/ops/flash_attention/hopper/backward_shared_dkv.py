@@ -30,15 +30,15 @@ from warploom.ops.flash_attention.hopper.tiles import (
     RowRing,
     SplitStrides,
     empty_sum,
-    kept,
-    kept_as_factor,
     new_row_ring,
+    pack_16bit,
     pieces_of,
     product_layout,
     product_transposed,
     store_pieces,
     store_tile,
     sum_of_pieces,
+    unpack_as_operand,
 )
 from warploom.ops.flash_attention.hopper.weights import KeyMask, transposed_weights_of, weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
@@ -56,7 +56,7 @@ from warploom.ops.flash_attention.hopper.work import (
 
 
 class Weights(NamedTuple):
-    """How weights go from the first group to the second.
+    """Buffers by which weights go from the first group to the second.
 
     No group waits for such a buffer to be empty: when tiles have come into the buffers of its number, the second group had
     done with those before.
@@ -82,7 +82,7 @@ def new_weights(tiles, full):
 
 
 class SharedKeyGradients(NamedTuple):
-    """What the two groups of warps with the same 64 keys share."""
+    """Tensors that the two groups of warps with the same 64 keys share."""
 
     scheduler: Scheduler
     k_tiles: gl.shared_memory_descriptor
@@ -203,7 +203,7 @@ def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.conste
 
 @gluon.jit
 def factor_of(product, count, m, mask, call, VALUES: gl.constexpr, CAUSAL: gl.constexpr):
-    """What a near product of tile number ``count``, number ``m`` of its queries, becomes: weights, or gradients of logits."""
+    """Returns weights, or gradients of logits, from a near product of tile number ``count``, number ``m`` of its queries."""
     near, weights = call.q if VALUES else call.do, call.weights
     dtype: gl.constexpr = near.tiles.dtype
     LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
@@ -247,23 +247,23 @@ def query_loop_in_pieces(
         product = product_transposed(own, near, count, LAYOUT)  # (keys, queries)
         product = warpgroup_mma_wait(0, deps=[product])
         new = factor_of(product, count, m, mask, call, VALUES, CAUSAL)
-        tile = kept(new, dtype)
+        tile = pack_16bit(new, dtype)
         for _ in range(steps - 1):
             m += 1
             m = gl.where(m == end, begin, m)
             product = product_transposed(own, near, count + 1, LAYOUT)
             far_slot = wait_full(far.full, count)
-            factor = kept_as_factor(tile, dtype, OUT_LAYOUT)
+            factor = unpack_as_operand(tile, dtype, OUT_LAYOUT)
             acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
             product = warpgroup_mma_wait(FAR, deps=[product])
             new = factor_of(product, count + 1, m, mask, call, VALUES, CAUSAL)
             acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
             mbarrier.arrive(far.empty.index(far_slot))
-            tile = kept(new, dtype)
+            tile = pack_16bit(new, dtype)
             count += 1
         mbarrier.arrive(own_empty)
         far_slot = wait_full(far.full, count)
-        factor = kept_as_factor(tile, dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(tile, dtype, OUT_LAYOUT)
         acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
         acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
         mbarrier.arrive(far.empty.index(far_slot))

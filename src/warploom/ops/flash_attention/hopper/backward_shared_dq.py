@@ -38,7 +38,7 @@ from warploom.ops.flash_attention.hopper.work import (
 
 
 class SharedQueryGradients(NamedTuple):
-    """What the two groups of warps with the same 64 queries share."""
+    """Tensors that the two groups of warps with the same 64 queries share."""
 
     scheduler: Scheduler
     q_tiles: gl.shared_memory_descriptor

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class HopperTiles(NamedTuple):
-    """How a kernel for Hopper cuts its work."""
+    """Tiles into which a kernel for Hopper cuts its work."""
 
     groups: int  # of 64 rows; a group of warps each, or two that share the same rows
     box: int  # rows of the tiles that loops go over
@@ -37,4 +37,4 @@ HOPPER_TERMS = {
     3: {64: HopperTiles(1, 64, 2), 128: HopperTiles(1, 32, 2)},
     2: {64: HopperTiles(1, 64, 3), 128: HopperTiles(1, 64, 2)},
 }
-"""Of the backward kernels for float32, by terms of a factor and features."""
+"""Tiles of the backward kernels for float32, by terms of a factor and features."""

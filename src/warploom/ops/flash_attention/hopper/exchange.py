@@ -1,4 +1,4 @@
-"""How groups of warps that own keys exchange gradients of logits, and form the gradient of queries of them."""
+"""An exchange of gradients of logits between groups of warps that own keys, for the gradient of queries."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from warploom.ops.flash_attention.hopper.tiles import ROWS, product_layout
 
 
 class Exchange(NamedTuple):
-    """How groups of warps that own keys form the gradient of queries.
+    """Buffers through which groups of warps that own keys form the gradient of queries.
 
     A group has the gradients of the logits of its 64 keys. The gradient of queries takes those of all keys of a tile: so
     groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
     """
 
     dlogits: gl.shared_memory_descriptor  # (2 · GROUPS, 64, queries), transposed
-    full: gl.shared_memory_descriptor  # two barriers, as is the next
-    empty: gl.shared_memory_descriptor
-    k_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D), as is the next
-    v_tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # two barriers
+    empty: gl.shared_memory_descriptor  # two barriers
+    k_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D)
+    v_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D)
     parts: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32
-    part_full: gl.shared_memory_descriptor  # a barrier for each, as is the next
-    part_empty: gl.shared_memory_descriptor
+    part_full: gl.shared_memory_descriptor  # a barrier for each part
+    part_empty: gl.shared_memory_descriptor  # a barrier for each part
 
 
 @gluon.jit

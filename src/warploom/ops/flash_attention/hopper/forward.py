@@ -31,13 +31,13 @@ from warploom.ops.flash_attention.hopper.tiles import (
     SplitStrides,
     clear_rows,
     copy_own,
-    kept,
-    kept_as_factor,
+    pack_16bit,
     pieces_of,
     product_layout,
     product_transposed,
     store_tile,
     store_tile_or_rows,
+    unpack_as_operand,
 )
 from warploom.ops.flash_attention.hopper.work import (
     Options,
@@ -59,7 +59,7 @@ class State(NamedTuple):
     """The softmax of a group's 64 queries so far, and its place in the rings."""
 
     acc: gl.tensor  # (64, E): weighted sums of values
-    weights: gl.tensor  # `kept`, of the last tile of keys, not in ``acc`` yet
+    weights: gl.tensor  # of the last tile of keys, by `pack_16bit`, not in ``acc`` yet
     row_sum: gl.tensor  # (64,): of exponentials
     row_max: gl.tensor  # (64,): the largest logits, in powers of two
     tile: gl.int32  # number of the last tile
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What groups of warps that attend share."""
+    """Tensors that groups of warps that attend share."""
 
     scheduler: Scheduler
     q_tiles: gl.shared_memory_descriptor  # GROUPS for each stage of the scheduler
@@ -83,7 +83,7 @@ class Forward(NamedTuple):
 
 
 @gluon.jit
-def clear_others(ring, count, n, work):
+def zero_rows_past_end(ring, count, n, work):
     """Make tile number ``count`` of packed values zero behind its sequence, as NaN there times a weight of 0 is NaN.
 
     ``n`` is the number of its first key.
@@ -110,7 +110,7 @@ def attend(
             starts += 1
         logits = product_transposed(q_pieces, k, count + 1, LAYOUT)  # S = Q Kᵀ
         slot = wait_full(v.full, count)
-        factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(weights, v.tiles.dtype, OUT_LAYOUT)
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)  # O += P V, of the tile before
         if GROUPS > 2:
             mbarrier.arrive(go.index((own + 1) % GROUPS))
@@ -124,17 +124,17 @@ def attend(
         mbarrier.arrive(v.empty.index(slot))
         # Without a window the first step has the end of the sequence.
         if MASKED and options.units is not None and options.window is not None:
-            clear_others(v, count + 1, n, seq)
+            zero_rows_past_end(v, count + 1, n, seq)
         if options.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        weights = kept(new, v.tiles.dtype)
+        weights = pack_16bit(new, v.tiles.dtype)
         count += 1
     return State(acc, weights, row_sum, row_max, count, starts)
 
 
 @gluon.jit
 def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
-    """Group number ``own`` of warps of a `Forward`."""
+    """Run group number ``own`` of warps of a `Forward`."""
     scheduler, q_tiles, k, v = call.scheduler, call.q_tiles, call.k, call.v
     go, out, lse, statistics = call.go, call.out, call.lse, call.statistics
     work, scale, options = call.work, call.scale, call.options
@@ -183,8 +183,8 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
             logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
         )
         if options.units is not None:
-            clear_others(v, count, n, entry)
-        state = State(acc, kept(new, v.tiles.dtype), row_sum, row_max, count, starts)
+            zero_rows_past_end(v, count, n, entry)
+        state = State(acc, pack_16bit(new, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
             state = attend(state, q_pieces, first, entry, full, end, call, own, True, CAUSAL)
         state = attend(state, q_pieces, first, entry, low, full, call, own, False, CAUSAL)
@@ -194,7 +194,7 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         if OWN_BUFFERS:
             mbarrier.arrive(scheduler.empty.index(q_slot))
         slot = wait_full(v.full, count)
-        factor = kept_as_factor(weights, v.tiles.dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(weights, v.tiles.dtype, OUT_LAYOUT)
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v.empty.index(slot))
@@ -244,13 +244,13 @@ MOST_FIXED_TILES = gl.constexpr(6)  # of a program; see `are_counted`
 
 @gluon.constexpr_function
 def loops_are_even(causal, has_window, has_lengths, is_packed):
-    """Whether the KV loops of all tiles are equally long."""
+    """Returns whether the KV loops of all tiles are equally long."""
     return not (causal or has_window or has_lengths or is_packed)
 
 
 @gluon.jit
 def are_counted(tiles, programs):
-    """Whether programs take tiles from a counter though loops are even: otherwise each has a fixed share of them.
+    """Returns whether programs take tiles from a counter though loops are even: otherwise each has a fixed share of them.
 
     Few even tiles gain nothing by a counter, which costs a launch that makes it zero.
     """
@@ -258,7 +258,7 @@ def are_counted(tiles, programs):
 
 
 class QueryCopies(NamedTuple):
-    """What the copying warp of a kernel that owns tiles of queries copies, and where to."""
+    """Tensors that the copying warp of a kernel that owns tiles of queries copies, and buffers."""
 
     scheduler: Scheduler
     own_descs: gl.tuple  # of the queries, and what comes with them

@@ -54,7 +54,7 @@ _ROWS = ROWS.value
 _NARROW = NARROW_HEAD.value
 _LEAST_FEATURES = 32  # up to here, tiles of 64 features would be half empty
 _SMALLER_STEP = 0.81
-"""Of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16
+"""Share of the time of a step with three groups, whose tiles take the time of one more step to start; from 2 and 4 × 16
 heads of 1024 and 2048 tokens on an H200."""
 COSTS = {"forward": Costs(6, 5, 5e5), "key": Costs(1.5, 2, 2e5), "query": Costs(0.5, 3, 3e5)}
 """Fitted to one head of 1024 … 65536 tokens on an H200: what they choose takes at most 1.06 times as long as the
@@ -78,14 +78,14 @@ DESCRIBED = {
 }
 """Parameters that are described, the results as long as they are whole."""
 _INPUTS = {"forward": 3, "key": 4, "query": 4}
-"""How many of them are inputs. The others are results."""
+"""Number of inputs among them. The others are results."""
 _LOOPED = {
     "forward": ("k_desc", "v_desc"),
     "key": ("q_desc", "do_desc"),
     "query": ("k_desc", "v_desc"),
     "backward": ("q_desc", "do_desc"),
 }
-"""Those that a loop goes over; a group of warps owns rows of the others."""
+"""Tensors that a loop goes over; a group of warps owns rows of the others."""
 _LAST = {
     "forward": ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
     "key": ("lse", "delta", "counters", "seqused_k", "units"),
@@ -104,13 +104,13 @@ class Plan(NamedTuple):
 
 
 def _width(shape: Shape) -> int:
-    """Features of a tile."""
+    """Returns the features of a tile."""
     features = max(shape.head_dim, shape.value_dim)
     return next(width for width in (64, 128, 256) if features <= width)
 
 
 def _in_pieces(name: str, shape: Shape) -> bool:
-    """Whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values.
+    """Returns whether rows of queries and keys are copied in pieces: up to 192 features, with at most 128 of values.
 
     Rows of a single token may have any number of them, but results in pieces are stored by eights.
     """
@@ -129,7 +129,7 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
 
 
 def _smaller_are_faster(name: str, shape: Shape, mask: Mask) -> bool:
-    """Whether the smaller tiles of 64 features are faster than the others."""
+    """Returns whether the smaller tiles of 64 features are faster than the others."""
     tiles, smaller, programs = HOPPER[name][64], HOPPER_SMALLER[name], HOPPER_MULTIPROCESSORS
     rows = shape.batch_size * shape.heads
     count, more = (-(-shape.tokens // (x.groups * _ROWS)) * rows for x in (tiles, smaller))
@@ -146,12 +146,12 @@ def _smaller_are_faster(name: str, shape: Shape, mask: Mask) -> bool:
 
 
 def queries_of_a_sum(shape: Shape) -> int:
-    """Queries of the tiles in which ``backward`` adds up their gradients."""
+    """Returns the queries of the tiles in which ``backward`` adds up their gradients."""
     return HOPPER["backward"][_width(shape)].box
 
 
 def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
-    """Tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
+    """Returns the tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
     own, units, heads = shape.tokens, mask.units_q, shape.heads
     if name in ("key", "backward"):
         own, units, heads = shape.keys, mask.units_k, shape.key_heads
@@ -200,12 +200,12 @@ def is_fused_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
 
 
 def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
-    """Into how many splits loops are cut."""
+    """Returns into how many splits loops are cut."""
     return _best_splits(name, shape, mask, _tiles(name, shape, mask), programs_at_once(device))
 
 
 def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
-    """Into how many splits loops are best cut with such tiles."""
+    """Returns into how many splits loops are best cut with such tiles."""
     if mask.units_q is not None:
         return 1
     steps = loop_steps(name, shape, mask, tiles.groups * _ROWS, tiles.box)
@@ -232,7 +232,7 @@ def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, 
 def _boxes(
     name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
 ) -> dict[str, Any]:
-    """Descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
+    """Returns descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
     widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
     return {
         each: TmaTile(
@@ -243,7 +243,7 @@ def _boxes(
 
 
 def _kernel(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
-    """A kernel, and the arguments that not all of them have."""
+    """Returns a kernel, and the arguments that not all of them have."""
     pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
     if name == "forward":
         return hopper_forward_kernel, {"GROUPS": tiles.groups, **pieces}
@@ -263,7 +263,7 @@ def _kernel(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, scale: floa
 
 
 def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packed: bool) -> dict[str, Any]:
-    """Whether results are parts or in pieces, and how these, or packed ones, lie; of others descriptors say it.
+    """Returns whether results are parts or in pieces, and strides of these, or of packed ones.
 
     ``unit``: elements in which strides of results in pieces are counted.
     """
@@ -278,7 +278,7 @@ def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packe
 
 
 def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
-    """Whether programs take tiles from a counter, which must be zero."""
+    """Returns whether programs take tiles from a counter, which must be zero."""
     if name == "backward":  # the first tile too
         return True
     uneven = (x is not None for x in (mask.right, mask.left, mask.seqused_k, mask.units_q))
@@ -288,7 +288,7 @@ def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
 
 
 def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], **arguments: Any) -> Plan:
-    """The launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
+    """Returns the launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
     shape, mask, scale, softcap = call.shape, call.mask, call.scale, call.softcap
     tiles = _tiles(name, shape, mask)
     function, own = _kernel(name, shape, mask, tiles, scale)
@@ -361,7 +361,7 @@ def terms_obstacle(shape: Shape, terms: int, device: torch.device, results: Iter
 
 
 def _splits_of_terms(steps: list[int], step: int, rows: int, programs: int, elements: int) -> int:
-    """Into how many splits loops with steps of ``step`` rows are cut; see `problem.best_splits`."""
+    """Returns into how many splits loops with steps of ``step`` rows are cut; see `problem.best_splits`."""
     most = min(programs // (len(steps) * rows), max(steps) * step // _TERMS_LEAST)
     fit = [splits for splits in _TERMS_SPLITS if splits <= most]
     return max(fit) if fit else best_splits(steps, rows, programs, elements, TERMS_COSTS)

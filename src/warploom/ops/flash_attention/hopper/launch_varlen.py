@@ -23,9 +23,9 @@ LEAST_MEAN = {"forward": {64: 512, 128: 128}, "backward": {64: 1024, 128: 256}}
 From packings of 32768 rows in sequences of 128 … 16384, of the forward on an H200, of the backward on an H100. For
 the latter half as many are enough for grouped heads, which have fewer keys and values to copy."""
 _MOST_ELEMENTS = 2**31
-"""Of a tensor that is copied, or stored by rows."""
+"""Elements of a tensor that is copied, or stored by rows, at most."""
 _ELEMENTS = 8192
-"""Of a program that copies."""
+"""Elements that a program copies."""
 
 
 class Copy(NamedTuple):
@@ -85,7 +85,7 @@ class Spread(NamedTuple):
 
 
 def suits(name: str, call: Call, *tensors: Tensor) -> bool:
-    """Whether a ``forward`` or ``backward`` has packed sequences, long ones, and adjacent features everywhere."""
+    """Returns whether a ``forward`` or ``backward`` has packed sequences, long ones, and adjacent features everywhere."""
     mask, shape = call.mask, call.shape
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None or mask.seqused_k is not None:
         return False
@@ -99,7 +99,7 @@ def suits(name: str, call: Call, *tensors: Tensor) -> bool:
 
 
 def spread_rows(rows: int, sequences: int) -> int:
-    """How many rows those of so many sequences, and of the tail, take at most, where each begins at a unit."""
+    """Returns how many rows so many sequences and a tail take at most, where each begins at a unit."""
     unit: int = UNIT.value
     return (-(-rows // unit) + sequences) * unit
 

@@ -10,7 +10,7 @@ from warploom.ops.flash_attention.hopper.tiles import ROWS
 
 @gluon.jit
 def first_key(tile, work, options, BLOCK_N: gl.constexpr):
-    """Where a tile of keys begins.
+    """Returns where a tile of keys begins.
 
     If entries have lengths, the last tile ends at the last key, so that no tile holds what lies behind it, which may be
     NaN. What number 0 and tiles before it hold of keys before the first is zeros: the tensor memory accelerator's.
@@ -23,7 +23,7 @@ def first_key(tile, work, options, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of the tiles of keys in a split of a KV loop: the first, those where masks end and begin again, and the end.
+    """Returns bounds of a split of a KV loop, in tiles of keys: the first, where masks end and begin again, and the end.
 
     The order is that of `tile_of_step`. There is at least one, since a group starts its pipeline with it: for an empty
     split one that no query sees.
@@ -75,7 +75,7 @@ def key_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_M: gl.con
 
 @gluon.jit
 def tile_of_step(step, begin, end, options):
-    """Number of the tile of keys of a step: from the last to the first.
+    """Returns the number of the tile of keys of a step: from the last to the first.
 
     With lengths or a window, the first tile comes before all others. The first step has every mask, so lengths need no
     further loop.
@@ -88,7 +88,7 @@ def tile_of_step(step, begin, end, options):
 
 @gluon.jit
 def rest_of(begin, end, options):
-    """The tiles of keys without that of the first step."""
+    """Returns the bounds of the tiles of keys without that of the first step."""
     if options.window is None and options.seqused_k is None:
         end -= 1
     else:
@@ -98,7 +98,7 @@ def rest_of(begin, end, options):
 
 @gluon.jit
 def query_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of the tiles of queries in a split of a loop: the first, those where masks end and begin again, and the end."""
+    """Returns bounds of a split of a loop, in tiles of queries: the first, where masks end and begin again, and the end."""
     end = (work.tokens + BLOCK_M - 1) // BLOCK_M
     if options.seqused_k is not None:
         end = gl.where(block * BLOCK_N < work.keys, end, 0)
@@ -132,7 +132,7 @@ def query_steps(block, split, work, options, CAUSAL: gl.constexpr, BLOCK_N: gl.c
 
 @gluon.jit
 def visible(n, first, work, options, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which keys ``n …`` are there and seen by 64 queries, of which the first stands at the key ``first``."""
+    """Returns which keys ``n …`` are there and seen by 64 queries, of which the first stands at the key ``first``."""
     key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     if options.seqused_k is None:
         mask = (key < work.keys)[None, :]
@@ -151,7 +151,7 @@ def visible(n, first, work, options, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr
 def visible_weights(
     weights, m, first, reach, used, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr, HIDDEN: gl.constexpr = 0.0
 ):
-    """Weights of 64 keys for the queries ``m …``, and ``HIDDEN`` where a query does not see a key.
+    """Returns weights of 64 keys for the queries ``m …``, and ``HIDDEN`` where a query does not see a key.
 
     Key i of the 64 is seen from query ``first + i`` on if attention is ``CAUSAL``, and up to query ``first + i + reach`` if
     there is a reach. Only the first ``used`` keys are used.

@@ -39,7 +39,7 @@ def wait_until_added(counter, before):
 
 @gluon.jit
 def _added(counter):
-    """How many have added."""
+    """Returns how many have added."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -65,7 +65,7 @@ def query_in_order(i, end, group):
 
 @gluon.jit
 def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
-    """How many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
+    """Returns how many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
     first = block * 0
     if options.window is not None:
         first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
@@ -75,12 +75,12 @@ def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
 
 
 class Additions(NamedTuple):
-    """What a warp that adds up gradients of queries works on."""
+    """Tensors of a warp that adds up gradients of queries."""
 
     scheduler: Scheduler
-    parts: gl.shared_memory_descriptor  # as in `Exchange`, as are the next two
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    parts: gl.shared_memory_descriptor  # as in `Exchange`
+    full: gl.shared_memory_descriptor  # the `Exchange`'s ``part_full``
+    empty: gl.shared_memory_descriptor  # the `Exchange`'s ``part_empty``
     added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
     tiles_added: gl.tensor  # (GROUPS, B, H, N) int32: at a tile's first query, how many tiles of keys are added
     work: Work
@@ -98,7 +98,7 @@ def add_part(desc, batch, head, row, feature, tile, before):
 
 @gluon.jit
 def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, call):
-    """The warp that adds up the part of the gradient of queries that group number ``own`` forms.
+    """Run the warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
     Only this warp waits for other programs. Its group waits for it where no buffer is free for the next part. Tiles of keys
     are added in their order. The first is stored and not added: memory may hold anything.

@@ -12,14 +12,14 @@ from warploom.ops.flash_attention.hopper.softcap import capped
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 MOST_WEIGHT = gl.constexpr(57.0)
-"""Of weights that are relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
+"""Largest weight relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
 MOST_SOFTCAP = gl.constexpr(75.0)
 """In powers of two, up to which no row needs its largest logit: see `exponent_base`."""
 
 
 @gluon.constexpr_function
 def exponent_base(softcap, dtype):
-    """What exponents are relative to in every row, if there is a small cap: otherwise it is the row's largest logit.
+    """Returns what exponents are relative to in every row, with a small cap: else it is the row's largest logit.
 
     Weights then lie between 2⁻⁹³ and 2⁵⁷, which bfloat16 holds, and nothing is ever rescaled. A base near the logits keeps
     their last bits.

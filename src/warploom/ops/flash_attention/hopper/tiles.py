@@ -153,7 +153,7 @@ def finished(pieces):
 
 
 @gluon.jit
-def kept(tile, dtype: gl.constexpr):
+def pack_16bit(tile, dtype: gl.constexpr):
     """A tile of weights, rounded, as a loop keeps it: two in a register, which it would otherwise unpack in each step."""
     low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
     ROUND: gl.constexpr = (
@@ -163,8 +163,8 @@ def kept(tile, dtype: gl.constexpr):
 
 
 @gluon.jit
-def kept_as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """What was `kept`, as `as_factor` has it: no data moves."""
+def unpack_as_operand(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns what `pack_16bit` returned, as `as_factor` has it: no data moves."""
     low = tile.to(gl.int16).to(dtype, bitcast=True)
     high = (tile >> 16).to(gl.int16).to(dtype, bitcast=True)
     whole = gl.join(low, high).reshape([tile.shape[0], 2 * tile.shape[1]])

@@ -22,7 +22,7 @@ def units_kernel(
     q_stride: tl.int32, k_stride: tl.int32, sequences: tl.int32, count_q: tl.int32, tokens: tl.int32, keys: tl.int32,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Of each unit of queries, then of keys: where queries and keys of its sequence begin and end among spread rows.
+    """Find of each unit of queries, then of keys, where its sequence begins and ends among spread rows.
 
     ``units`` (units, 4) are first query, end of queries, first key, end of keys; ``shifts`` (units, 2) how far queries,
     and keys, lie behind the packed ones. The tail of queries has no keys, that of keys no queries: these end before the

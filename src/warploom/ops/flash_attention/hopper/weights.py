@@ -72,9 +72,9 @@ class KeyMask(NamedTuple):
 
     full: gl.int32  # the first tile of queries without a mask
     high: gl.int32  # the first tile behind those, with a mask again
-    first: gl.int32  # as in `masks.visible_weights`, as are the next
-    used: gl.int32 | None
-    reach: gl.int32 | None
+    first: gl.int32  # as in `masks.visible_weights`
+    used: gl.int32 | None  # as in `masks.visible_weights`
+    reach: gl.int32 | None  # as in `masks.visible_weights`
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ UNIT = gl.constexpr(128)
 
 
 class Work(NamedTuple):
-    """What the tiles of work of a persistent kernel are."""
+    """Sizes of a persistent kernel's work, and how it is cut into tiles."""
 
     tokens: gl.int32  # queries of a batch entry: rows of the tensors
     keys: gl.int32
@@ -51,8 +51,8 @@ class Entry(NamedTuple):
     right: gl.int32
     first_query: gl.int32
     first_key: gl.int32
-    query_shift: gl.int32  # 0 where tensors are spread, as is the next
-    key_shift: gl.int32
+    query_shift: gl.int32  # 0 where tensors are spread
+    key_shift: gl.int32  # 0 where tensors are spread
 
 
 class Window(NamedTuple):
@@ -62,7 +62,7 @@ class Window(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call asks for besides full or causal attention of all keys; None where it does not."""
+    """Options of a call besides full or causal attention of all keys; None where it has them not."""
 
     window: Window | None = None
     seqused_k: gl.tensor | None = None  # (B,): how many keys each batch entry has
@@ -75,13 +75,13 @@ class Options(NamedTuple):
 
 @gluon.jit
 def tiles_of(work):
-    """How many tiles of work there are."""
+    """Returns how many tiles of work there are."""
     return work.blocks * work.rows * work.splits
 
 
 @gluon.jit
 def tile_place(tile, work, CAUSAL: gl.constexpr):
-    """Block, row and split of a tile, in the order of `triton.tiles.program_order`."""
+    """Returns block, row and split of a tile, in the order of `triton.tiles.program_order`."""
     place = tile % (work.section * work.blocks * work.splits)
     first = tile // (work.section * work.blocks * work.splits) * work.section
     width = gl.minimum(work.section, work.rows - first)
@@ -94,7 +94,7 @@ def tile_place(tile, work, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def entry_of(work, batch, row, options):
-    """The work of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
+    """Returns the work of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
     if options.seqused_k is not None:
         keys = gl.minimum(gl.maximum(gl.load(options.seqused_k + batch).to(gl.int32), 0), work.keys)
         work = Work(
@@ -114,12 +114,12 @@ def entry_of(work, batch, row, options):
 
 
 class Scheduler(NamedTuple):
-    """How a program gets its tiles of work: the copying warp takes them, and broadcasts them to the groups of warps."""
+    """A source of tiles of work: the copying warp takes them, and broadcasts them to the groups of warps."""
 
     counter: gl.tensor | None  # in device memory, int32: tiles taken besides each program's first
     tile: gl.shared_memory_descriptor  # (stages, 1) int32: the broadcast tile
-    full: gl.shared_memory_descriptor  # a barrier for each stage, for what a group owns as well, as is the next
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier for each stage, for what a group owns as well
+    empty: gl.shared_memory_descriptor  # a barrier for each stage
 
 
 @gluon.jit
@@ -155,7 +155,7 @@ def received(scheduler, done, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def read(scheduler, slot, WARPS: gl.constexpr = 4):
-    """What was broadcast in buffer number ``slot``."""
+    """Returns the tile that was broadcast in buffer number ``slot``."""
     return gl.max(scheduler.tile.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 

@@ -53,7 +53,7 @@ def prepare_kernel(
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
+    """Find what every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
     A row is a (batch entry, head, token), tokens fastest. ``counters`` (2,), with which the kernels for Hopper count
     their tiles, and ``tiles_added`` (2, rows), by which one of them adds in order, become zero. With ``PDL`` the launch
@@ -139,13 +139,13 @@ def sink_kernel(
 
 
 class Queries(NamedTuple):
-    """What belongs to the queries of a key head, from the first of a sequence on."""
+    """Tensors of the queries of a key head, from the first of a sequence on."""
 
-    q: tl.tuple  # `Rows`, as is the next
-    do: tl.tuple
-    lse: tl.tensor  # (group, tokens): pointers, as are the next
-    delta: tl.tensor
-    inverse: tl.tensor | None
+    q: tl.tuple  # `Rows`
+    do: tl.tuple  # `Rows`
+    lse: tl.tensor  # (group, tokens): pointers
+    delta: tl.tensor  # (group, tokens): pointers
+    inverse: tl.tensor | None  # (group, tokens): pointers
     row_h: tl.int64  # from a head to the next, of the last three
     group: tl.int32
     tokens: tl.int32  # of this sequence
@@ -308,8 +308,8 @@ class QueryTile(NamedTuple):
 
     q: tl.tensor  # (M, D), or terms of it
     do: tl.tensor  # (M, E), or terms of it
-    lse: tl.tensor  # (M,), as are the next
-    delta: tl.tensor
+    lse: tl.tensor  # (M,)
+    delta: tl.tensor  # (M,)
     position: tl.tensor  # the key that a query stands at
 
 

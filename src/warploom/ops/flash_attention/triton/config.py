@@ -55,7 +55,7 @@ SMALL = {
     "forward": Configuration(64, 64, 4, 3),
 }
 UNALIGNED_VALUES = Configuration(32, 64, 4, 2)
-"""Of the forward on sm_90 where the loop itself stores tiles of at most 32 features of values in shared memory, as
+"""Tiles of the forward on sm_90 where the loop itself stores tiles of at most 32 features of values in shared memory, as
 rows of 16 bits begin at odd places, or tensors at addresses that are no multiples of 16 bytes: the compiler knows
 no other. The assembler of CUDA 12.8 (Triton 3.6 and 3.7) loses the address from which `wgmma` reads them: see
 `warploom.testing.descriptors`. For 32 queries `mma` is taken."""
@@ -90,7 +90,7 @@ DECODE_MOST_CHUNKS = 64
 DECODE_PROGRAMS = 128
 """Chunks of all heads of a batch entry, about: one for every multiprocessor, two where a step has one key tile."""
 DECODE_START = 192
-"""What a program costs besides its loop, in keys."""
+"""Cost of a program besides its loop, in keys."""
 DECODE_EVEN = 1.8
 """Loops for every multiprocessor from which those of different lengths even out, and are not split."""
 DECODE_AHEAD = 16
@@ -98,7 +98,7 @@ DECODE_AHEAD = 16
 
 
 class WarpTiles(NamedTuple):
-    """How a program of the backward of small problems cuts a step of its loop."""
+    """Parts into which the backward of small problems cuts a step of its loop."""
 
     warps: int  # each with a loop of its own
     block: int  # rows of a step of each
@@ -116,12 +116,12 @@ LONG: dict[str, dict[str, dict[int, int]]] = {
     },
     "2-term": {"forward": {64: 4096, 128: 512}, "backward": {64: 4096, 128: 512}},
 }
-"""Of float32 tensors of so many rows, by features, terms are made once, before the loops; of shorter ones, where
+"""Rows from which terms of float32 are made once, before the loops, by features; of shorter tensors, where
 they are used, and for ``high`` precision not at all."""
 
 
 def decode_tiles(arch: int, dtype: torch.dtype, features: int, values: int, rows: int) -> Configuration:
-    """The pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`.
+    """Returns the pinned tiles of the kernel for few queries, for so many rows of a head of keys; see `configuration`.
 
     ``values``: features of values, up to the next power of two. On sm_90 up to 32 of 16 bits have no tiles of 64
     rows, whatever is known of addresses, so that these do not decide over bits: see `UNALIGNED_VALUES`.
@@ -146,7 +146,7 @@ def configuration(
     small: bool = False,
     tiny: bool = False,
 ) -> Configuration:
-    """The pinned tiles of a kernel.
+    """Returns the pinned tiles of a kernel.
 
     Args:
         kernel: ``forward``, ``query`` (gradient of q) or ``key`` (gradients of k and v).
@@ -182,7 +182,7 @@ def configuration(
 def is_small(
     kernel: str, arch: int, dtype: torch.dtype, features: int, plain: bool, rows: int, loop: int, programs: int
 ) -> bool:
-    """Whether loops are so few and short that small tiles are fastest, on any kernel.
+    """Returns whether loops are so few and short that small tiles are fastest, on any kernel.
 
     Args:
         kernel: As in `configuration`, and so are the next.
@@ -205,7 +205,7 @@ def is_small(
 
 
 def is_tiny(kernel: str, rows: int, loop: int, programs: int) -> bool:
-    """Whether tiles of 16 rows are few, and their loops short; for the arguments see `is_small`."""
+    """Returns whether tiles of 16 rows are few, and their loops short; for the arguments see `is_small`."""
     return 4 * rows <= programs and loop <= (512 if kernel == "forward" else 1024)
 
 

@@ -151,7 +151,7 @@ def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
 
 @triton.jit
 def store_chunk(softmax, number, out, out_split, statistics, to, VEC: tl.constexpr):
-    """What chunk ``number`` comes to, to be joined with the others."""
+    """Store the softmax of chunk ``number``, to be joined with the others."""
     part = tl.cast(number, tl.int64)
     tl.store(out + part * (out_split * VEC) + to.offsets, softmax.acc, mask=to.mask)
     tl.store(statistics + part * 2 * to.rows + to.row, softmax.row_max, mask=to.in_range)

@@ -46,14 +46,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Packing(NamedTuple):
-    """Of packed queries."""
+    """Bounds of packed queries."""
 
     sequences: tl.int32
     cu_q_stride: tl.int64
 
 
 class Softmax(NamedTuple):
-    """Of a tile of queries, so far."""
+    """The softmax of a tile of queries, so far."""
 
     acc: tl.tensor  # (M, E): weighted sums of values
     row_sum: tl.tensor  # (M,): of exponentials
@@ -224,7 +224,7 @@ def combine_kernel(
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `forward_kernel` writes for one split, from what it wrote for each of several; always in the same order.
+    """Write what `forward_kernel` does for one split, from what it wrote for several; always in the same order.
 
     A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
     ``out``. ``cu_seqlens_q`` comes with a sink alone, if queries are packed.

@@ -36,12 +36,12 @@ from warploom.runtime.layout import Layout
 Tensor = torch.Tensor
 
 PRODUCTS = {"highest": "bf16x6", "high": "tf32", "medium": "bf16"}
-"""How float32 factors are multiplied, for each of PyTorch's names of a precision."""
+"""Products of float32 factors, for each of PyTorch's names of a precision."""
 TERMS = {"3-term": 3, "2-term": 2}
-"""Of a factor, where they are made before the loops."""
+"""Terms of a factor, where they are made before the loops."""
 _RATES = {"3-term": 0.5, "2-term": 1.0, "3-term here": 0.2, "bf16x6": 0.25, "tf32": 0.7, "bf16": 2.0, "ieee": 0.1}
 _HALF_RATE = 3.0
-"""What a multiprocessor does of float32 products, and of those of 16 bits: 10¹² operations a second, about."""
+"""Rates of a multiprocessor, of float32 products and of those of 16 bits: 10¹² operations a second, about."""
 _PRODUCTS = {"forward": 2, "key": 4, "query": 3}
 _LATENCY_US = 0.5  # of a step of up to 64 rows, besides its operations
 _START_US = 2.0  # of a loop
@@ -51,7 +51,7 @@ SHORT = 8
 
 
 class Grid(NamedTuple):
-    """How many programs there are: tiles of queries (or keys) of every head, and splits of each loop."""
+    """Numbers of programs: tiles of queries (or keys) of every head, and splits of each loop."""
 
     tiles: Configuration
     blocks: int
@@ -66,14 +66,14 @@ class Grid(NamedTuple):
 
 
 def precision_of(q: Tensor, precision: str | None) -> str:
-    """The precision of a call's products: that asked for, PyTorch's setting, or the one there is for 16 bits."""
+    """Returns the precision of a call's products: that asked for, PyTorch's setting, or the one there is for 16 bits."""
     if q.dtype != torch.float32:
         return "highest"
     return precision or torch.get_float32_matmul_precision()
 
 
 def product_of(direction: str, call: Call, precision: str) -> str:
-    """How factors are multiplied, ``forward`` or ``backward``: see `warploom.device.product`."""
+    """Returns how factors are multiplied, ``forward`` or ``backward``: see `warploom.device.product`."""
     shape = call.shape
     if precision == "medium" or call.dtype != torch.float32:
         return PRODUCTS[precision]
@@ -88,14 +88,14 @@ def product_of(direction: str, call: Call, precision: str) -> str:
 
 
 def is_small_for(kernel: str, call: Call) -> bool:
-    """Whether a call is a small problem for a kernel: see `config.is_small`."""
+    """Returns whether a call is a small problem for a kernel: see `config.is_small`."""
     return is_small(
         kernel, architecture(call.device), call.dtype, call.shape.width, call.plain, *_extent(kernel, call)
     )
 
 
 def _extent(kernel: str, call: Call) -> tuple[int, int, int]:
-    """Tiles of 64 rows of a kernel, rows that their loops go over, and how many programs run at the same time."""
+    """Returns the tiles of 64 rows of a kernel, rows that their loops go over, and how many programs run at the same time."""
     shape = call.shape
     own, loop, heads = shape.tokens, shape.keys, shape.heads
     if kernel == "key":
@@ -104,7 +104,7 @@ def _extent(kernel: str, call: Call) -> tuple[int, int, int]:
 
 
 def _costs(kernel: str, call: Call, tiles: Configuration, product: str) -> Costs:
-    """What loops of the kernels for every GPU cost, from the time that a step takes on an H200, roughly."""
+    """Returns what loops of the Triton kernels cost, from the time that a step takes on an H200, roughly."""
     rate = _RATES[product] if call.dtype == torch.float32 else _HALF_RATE
     features = (call.shape.block_d + call.shape.block_e) / 2
     rows = tiles.block_m if kernel == "key" else tiles.block_n
@@ -115,14 +115,14 @@ def _costs(kernel: str, call: Call, tiles: Configuration, product: str) -> Costs
 
 
 def _beside(tiles: Configuration, call: Call) -> int:
-    """How many programs share a multiprocessor, where they hide each other's latency."""
+    """Returns how many programs share a multiprocessor, where they hide each other's latency."""
     if tiles.warps > 4 or (call.dtype == torch.float32 and call.shape.block_d > 64):
         return 1
     return 2 if call.dtype == torch.float32 else 3
 
 
 def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) -> Grid:
-    """How a kernel for every GPU cuts a call with results of so many elements.
+    """Returns how a Triton kernel cuts a call with results of so many elements.
 
     ``copied``: rows begin at multiples of several elements, so that loads can run ahead through shared memory.
     """
@@ -156,7 +156,7 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
 def arguments_of(
     call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int, pages: int = 0
 ) -> dict[str, Any]:
-    """What all kernels for every GPU are launched with. ``pages``: how many there are, where keys lie in such."""
+    """Returns what all Triton kernels are launched with. ``pages``: how many there are, where keys lie in such."""
     shape, mask, tiles = call.shape, call.mask, grid.tiles
     head_bytes = shape.keys * (shape.head_dim + shape.value_dim) * call.dtype.itemsize
     section = max(L2_SHARE // head_bytes, 1) * heads_per_loop
@@ -179,7 +179,7 @@ def arguments_of(
 
 
 class Terms(NamedTuple):
-    """What makes terms of float32 tensors before the loops: of q, k and v, and in the backward of the gradient."""
+    """A launch that makes terms of float32 tensors before the loops: of q, k and v, and in the backward of the gradient."""
 
     launch: Launch
     all: tuple[Buffer | None, ...]  # those of each tensor
@@ -198,7 +198,7 @@ class Terms(NamedTuple):
 def plan_terms(
     product: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None, pdl: bool
 ) -> Terms:
-    """What makes the terms for a product."""
+    """Returns what makes the terms for a product."""
     tensors = {"q": q, "k": k, "v": v, "grad": grad}
     given = [x for x in tensors.values() if x is not None]
     block_r = max(2048 // shape.width, 1)

@@ -28,7 +28,7 @@ from warploom.runtime.layout import layout_for
 Tensor = torch.Tensor
 
 MOST_TOKENS = 16
-"""Of a batch entry; tiles of more queries read keys as seldom in the other kernels."""
+"""Queries of a batch entry, at most; tiles of more queries read keys as seldom in the other kernels."""
 
 
 class Plan(NamedTuple):
@@ -40,24 +40,24 @@ class Plan(NamedTuple):
 
 
 def suits(call: Call) -> bool:
-    """Whether a call has few queries, and every batch entry one sequence."""
+    """Returns whether a call has few queries, and every batch entry one sequence."""
     return call.shape.tokens <= MOST_TOKENS and call.mask.cu_seqlens_q is None
 
 
 def _beside(tiles: Configuration) -> int:
-    """How many programs a multiprocessor needs, so that one computes while the others wait for memory."""
+    """Returns how many programs a multiprocessor needs, so that one computes while the others wait for memory."""
     return 1 if tiles.key_tiles > 1 else 2
 
 
 def _seen(call: Call) -> int:
-    """How many keys the loop of a tile goes over, about."""
+    """Returns how many keys the loop of a tile goes over, about."""
     shape, mask = call.shape, call.mask
     left, right = bounds(shape, mask)
     return shape.keys if mask.left is None else min(left + shape.tokens + right, shape.keys)
 
 
 def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
-    """Into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
+    """Returns into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
 
     Never by the size of the batch: results depend on it.
     """
@@ -66,7 +66,7 @@ def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
 
 
 def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
-    """How many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
+    """Returns how many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
 
     Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
     """
@@ -82,7 +82,7 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
 
 
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> Plan:
-    """The launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
+    """Returns the launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
     shape = call.shape
     _, k, _, out = tensors
     pages = 0 if call.mask.block_table is None else k.shape[0]

@@ -26,7 +26,7 @@ def _few(blocks: int, heads: int, q: Tensor) -> bool:
 
 
 def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:
-    """Whether a backward is a small problem, and the kernel takes it."""
+    """Returns whether a backward is a small problem, and the kernel takes it."""
     first = tensors[0]
     if first.dtype == torch.float32 or not 90 <= architecture(first.device) < 120:
         return False
@@ -41,7 +41,7 @@ def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> 
 
 
 def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
-    """The launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
+    """Returns the launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
     layout, tiles = layout_for(Strides, *tensors), SMALL_BACKWARD[shape.head_dim]
     blocks, key_blocks = _blocks(shape.tokens), _blocks(shape.keys)
     pdl = has_pdl(tensors[0].device)

@@ -27,7 +27,7 @@ ROWS = tl.constexpr(16)  # of a program
 
 
 class SmallSizes(NamedTuple):
-    """Of a call, and how it is cut."""
+    """Sizes of a call, and how it is cut."""
 
     tokens: tl.int32
     keys: tl.int32

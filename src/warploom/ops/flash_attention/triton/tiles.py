@@ -21,7 +21,7 @@ PARTS_AHEAD = tl.constexpr(4)
 
 
 class Sizes(NamedTuple):
-    """Of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
+    """Sizes of a call, and how it is cut. Every number is a run-time value: none of them ever causes a compilation."""
 
     tokens: tl.int32  # queries of a batch entry
     keys: tl.int32
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time choices of a kernel."""
 
     HAS_LEFT: tl.constexpr
     HAS_RIGHT: tl.constexpr
@@ -143,7 +143,7 @@ def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant: tl.conste
 
 @triton.jit
 def used_keys(seqused_k, batch, keys):
-    """How many keys a batch entry has."""
+    """Returns how many keys a batch entry has."""
     if seqused_k is not None:
         keys = tl.minimum(tl.maximum(tl.load(seqused_k + batch).to(tl.int32), 0), keys)
     return keys
