@@ -18,17 +18,18 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
-_LOCATION = re.compile(r"\s*loc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)|^#loc.*$", re.MULTILINE)
-_NAME = re.compile(r"@\w+")
+_FUNCTION = re.compile(r"public @\w+\((.*?)\) attributes", re.DOTALL)
+_ARGUMENT = re.compile(r"%arg\d+")
+_CONSTANT = re.compile(r"\s*(%\w+) = arith\.constant (.*)")
 
 
 def first_form(build: Any, arch: int) -> str:
-    """Returns a kernel variant after everything is inlined, as text without names and places."""
+    """Returns a kernel variant after everything is inlined, as text without names, places and unused arguments."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -45,7 +46,25 @@ def first_form(build: Any, arch: int) -> str:
     known = backend.get_codegen_implementation(parsed), backend.get_module_map()
     module = source.make_ir(target, parsed, *known, context)
     module = stages[source.ext](module, {})
-    return _NAME.sub("@kernel", _LOCATION.sub("", str(module)))
+    before, arguments, body = _FUNCTION.split(module.str_nodebug(), maxsplit=1)
+    types = dict(each.split(": ", 1) for each in re.split(r", (?=%arg)", arguments))
+    numbers = {name: f"%arg{n}" for n, name in enumerate(dict.fromkeys(_ARGUMENT.findall(body)))}
+    body = _ARGUMENT.sub(lambda found: numbers[found[0]], body)
+    used = [f"{number}: {types[name]}" for name, number in numbers.items() if name in types]
+    return "\n".join((before, *used, *_without_names_of_constants(body.splitlines())))
+
+
+def _without_names_of_constants(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines with the values of constants where these are used, and then the values in order."""
+    known: dict[str, str] = {}
+    values = []
+    for line in lines:
+        if constant := _CONSTANT.match(line):
+            known[constant[1]] = f"[{constant[2]}]"
+            values.append(constant[2])
+        else:
+            yield re.sub(r"%\w+", lambda found: known.get(found[0], found[0]), line)
+    yield from sorted(values)
 
 
 def digests(operator: str, arch: int) -> dict[str, str]:
