@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -41,14 +40,10 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
     from warploom.runtime import launch
     from warploom.testing.specs import load_specs
 
-    if (checkout / "benchmarks").is_dir():
-        load_specs([checkout / "benchmarks"])
-    else:  # earlier code, which had all benches in the package
-        benches = importlib.import_module("warploom.bench.registry").benches
+    load_specs([checkout / "benchmarks"])
     builds: dict[str, Any] = {}
     launched: list[str] = []
-    name_there = "record_builds" if hasattr(launch, "record_builds") else "recording"  # of earlier code
-    usual = getattr(launch, name_there)
+    usual = launch.record_builds
 
     @contextlib.contextmanager
     def record_builds(*gpu: int) -> Iterator[Any]:
@@ -59,7 +54,7 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
             builds[name] = (build, gpu[0])
             launched.append(name)
 
-    setattr(launch, name_there, record_builds)
+    launch.record_builds = record_builds  # type: ignore[assignment]
     registry = {bench.record_name: bench for bench in benches().values()}
     planned: dict[str, tuple[str, list[Any]]] = {}
     for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
@@ -68,7 +63,7 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
         if key in planned or not gpu.startswith("sm_"):
             continue
         launched.clear()
-        with contextlib.suppress(ValueError):  # a case that is no longer valid
+        with contextlib.suppress(KeyError, ValueError):  # a provider or a case that is no more
             rest = (record["case"], record["provider"], record["mode"], gpu)
             planned[key] = (module.fingerprint(registry[record["operator"]], *rest), list(launched))
     return planned, builds
