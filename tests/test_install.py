@@ -26,7 +26,7 @@ COMMANDS = {
         "warploom check lrpe_rotate",
         "warploom check --spec examples/rms_norm/spec.py",
         "TRITON_INTERPRET=1 warploom check --spec examples/rms_norm/spec.py --backend triton",
-        "warploom bench lrpe-rotate --mode fwd --provider torch --case n=256 --output runs/first --no-report",
+        "warploom bench lrpe-rotate --mode fwd --provider torch --case n=512 --output runs/first --no-report",
     ),
     "bench": (
         "warploom check lrpe_rotate",
