@@ -48,6 +48,7 @@ def main(words: list[str] | None = None) -> float:
         learning_rate=3e-3,
         warmup_steps=options.steps // 10,
         bf16=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
         logging_steps=max(options.steps // 5, 1),
         save_strategy="no",
         report_to="none",
