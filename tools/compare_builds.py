@@ -48,9 +48,12 @@ def first_form(build: Any, arch: int) -> str:
     module = stages[source.ext](module, {})
     before, arguments, body = _FUNCTION.split(module.str_nodebug(), maxsplit=1)
     types = dict(each.split(": ", 1) for each in re.split(r", (?=%arg)", arguments))
-    numbers = {name: f"%arg{n}" for n, name in enumerate(dict.fromkeys(_ARGUMENT.findall(body)))}
+    named = dict.fromkeys(_ARGUMENT.findall(body))
+    # In the order of the signature: two pointers that a kernel mixes up are a difference.
+    order = [*(name for name in types if name in named), *(name for name in named if name not in types)]
+    numbers = {name: f"%arg{n}" for n, name in enumerate(order)}
     body = _ARGUMENT.sub(lambda found: numbers[found[0]], body)
-    used = [f"{number}: {types[name]}" for name, number in numbers.items() if name in types]
+    used = [f"{numbers[name]}: {kind}" for name, kind in types.items() if name in named]
     return "\n".join((before, *used, *_without_names_of_constants(body.splitlines())))
 
 

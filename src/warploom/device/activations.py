@@ -138,7 +138,7 @@ def softmax_parts(x):
 
 @triton.jit
 def softmax_pair_parts(x1, x2):
-    """The same for two tiles taken as one row."""
+    """Softmax over the last axes of two tiles together, as powers of each and the reciprocal of their sum."""
     row_max = tl.max(tl.maximum(x1, x2), axis=1)[:, None]
     x1 = powers(x1, row_max)
     x2 = powers(x2, row_max)

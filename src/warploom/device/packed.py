@@ -46,20 +46,20 @@ def sequence_of_tile(tile, cu_seqlens, cu_stride, sequences, BLOCK: tl.constexpr
 
 @triton.jit
 def sequence_bounds(sequence, cu_seqlens, cu_stride):
-    """Where a sequence starts, and its length."""
+    """Returns the first row of a sequence, and its length."""
     start = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
     return start, tl.load(cu_seqlens + (sequence + 1) * cu_stride).to(tl.int32) - start
 
 
 @triton.jit
 def is_in_sequence(n, cu_seqlens, cu_stride, sequences):
-    """Which tokens lie before the end of the last sequence."""
+    """True for tokens before the end of the last sequence."""
     return n < tl.load(cu_seqlens + sequences * cu_stride).to(tl.int32)
 
 
 @triton.jit
 def sequence_or_tail(sequence, cu_seqlens, cu_stride, sequences, rows):
-    """Where a sequence starts, and its length, within ``rows``. Number ``sequences`` is the tail."""
+    """Returns the first row of a sequence, and its length, within ``rows``. Number ``sequences`` is the tail."""
     start = tl.load(cu_seqlens + sequence * cu_stride).to(tl.int32)
     following = tl.minimum(sequence + 1, sequences)
     end = tl.load(cu_seqlens + following * cu_stride).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a sequence.
+"""The tokens of a sequence that each rank holds.
 
 A layout cuts sequences into chunks. ``zigzag``: rank ``r`` of ``W`` holds chunks ``r`` and ``2W − 1 − r`` of ``2W``
 whose lengths differ by one token at most: each rank then has as many pairs of a query and an earlier key as the
