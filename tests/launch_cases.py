@@ -76,6 +76,8 @@ def scaling(**changes: Any) -> dict[str, Any]:
 class Stub:
     """Stands for a kernel, where there is no GPU to compile for."""
 
+    hash = "formed"
+
     def __init__(self, function: Any, not_aligned: Sequence[str] = ()) -> None:
         self.fn, self.__name__, self.do_not_specialize_on_alignment = function, function.__name__, not_aligned
         self.compiled: list[list[int]] = []  # of each variant, the parameters that it takes for aligned

@@ -274,8 +274,13 @@ def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, dev
     outputs, found = run(operator, inputs, backend)
     traced = compiled(**inputs, backend=backend)
     traced_gradients = compute_gradients(traced, inputs, draw_like(traced)) if find_leaves(inputs) else {}
-    assert same_bits(outputs, as_tuple(traced))
-    assert same_bits(found, tuple(traced_gradients.values()))
+    if backend == "torch" and ON_GPU and "cu_seqlens" in case:
+        # Traced code cannot read lengths: its products have other sizes, and so, on a GPU, other orders of sums.
+        torch.testing.assert_close(outputs, as_tuple(traced))
+        torch.testing.assert_close(found, tuple(traced_gradients.values()))
+    else:
+        assert same_bits(outputs, as_tuple(traced))
+        assert same_bits(found, tuple(traced_gradients.values()))
 
 
 def at_other_lengths(operator: Operator, case: Case, device: torch.device) -> list[Inputs]:

@@ -37,8 +37,11 @@ def both_ways_kernel(
     tl.store(product_yx + place, product_as_transposed(b, at, zeros, PRECISION))
 
 
-ERRORS = {"bf16x6": 3e-6, "3-term here": 3e-6, "2-term": 1e-4, "ieee": 3e-6, "tf32": 5e-3, "bf16": 3e-2}
-"""Root mean squares allowed, of products of size 8: less than the smallest term that belongs to the sum."""
+ERRORS = {"bf16x6": 3e-6, "3-term here": 3e-6, "2-term": 1e-4, "ieee": 3e-6, "tf32": 8e-3, "bf16": 3e-2}
+"""Root mean squares allowed, of products of size 8: less than the smallest term that belongs to the sum.
+
+A GPU cuts numbers to tf32 (6e-3), where the interpreter rounds them.
+"""
 
 
 @pytest.mark.parametrize("precision", ERRORS)

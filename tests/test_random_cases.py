@@ -364,7 +364,7 @@ def test_other_bits_in_a_batch_are_found_on_the_kernels(
     assert [fault.kind for fault in faults] == ([] if expected is None else [expected])
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.skipif(not HAS_TRITON or ON_GPU, reason="kernels are interpreted on a CPU")
 def test_what_the_kernels_refuse_may_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """By ``auto``, PyTorch computes it."""
     monkeypatch.setattr(judging.Prepared, "in_torch", False)

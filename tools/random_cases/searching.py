@@ -179,7 +179,7 @@ def _run_with_memory(plan: Plan, index: int) -> tuple[Tally, list[Fault]]:
 
 def _free_memory(device: torch.device, most: float) -> None:
     """Give memory back that nothing uses, where more than this share of a GPU's is held."""
-    if torch.cuda.is_initialized():
+    if device.type == "cuda" and torch.cuda.is_initialized():
         total = torch.cuda.get_device_properties(device).total_memory
         if torch.cuda.memory_reserved(device) > most * total:
             gc.collect()

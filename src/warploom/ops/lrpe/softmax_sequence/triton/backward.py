@@ -64,7 +64,8 @@ def sum_gradients(group, run, tile, known, call, config: tl.constexpr):
     """
     EXACT: tl.constexpr = config.EXACT_SUMS
     THETA: tl.constexpr = call.dtheta is not None
-    steps = load_frequencies(call.angles, tile.h, tile.first, config.spec, config.W)
+    spec: tl.constexpr = config.spec
+    steps = load_frequencies(call.angles, tile.h, tile.first, spec, config.W)
     c1 = tl.zeros((config.R, config.W), tl.float32)
     c2 = c1
     turned = c1

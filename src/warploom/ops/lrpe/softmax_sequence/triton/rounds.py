@@ -123,6 +123,7 @@ def reduce_tile(tile, call, config: tl.constexpr):
 def run_rounds(call, config: tl.constexpr):
     """Runs all rounds of a program."""
     ALONE: tl.constexpr = call.partial is None
+    spec: tl.constexpr = config.spec
     sizes = call.sizes
     for i in range(sizes.rounds + sizes.lag):
         number = i * tl.num_programs(0) + tl.program_id(0)
@@ -134,7 +135,7 @@ def run_rounds(call, config: tl.constexpr):
             tile = tile_of(number, call, config)
             if call.cu_seqlens is not None:
                 zero_rows_past_end(tile, call, config)
-            steps = load_frequencies(call.angles, tile.h, tile.first, config.spec, config.W)
+            steps = load_frequencies(call.angles, tile.h, tile.first, spec, config.W)
             if not ALONE:
                 wait(call, tile)
             for group in range(tile.first_group, tile.last_group + 1):

@@ -144,11 +144,12 @@ def span_of(unit, cache_seqlens, sizes, CHUNKS: gl.constexpr):
 def copy_spans(config: gl.constexpr, copies):
     """Runs the copying warp."""
     R: gl.constexpr = config.R
+    CHUNKS: gl.constexpr = config.CHUNKS
     a, b, sizes = copies.a, copies.b, copies.sizes
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, _ = span_of(unit, copies.cache_seqlens, sizes, config.CHUNKS)
+        batch, first, end, _ = span_of(unit, copies.cache_seqlens, sizes, CHUNKS)
         for start in range(first, end, BLOCK_M):
             copy_tile(copies.ak_desc, batch, 0, start, a, a_count)
             for r in gl.static_range(R):
@@ -280,6 +281,7 @@ def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
 @gluon.jit
 def attend_spans(config: gl.constexpr, call):
     """Runs the computing warps."""
+    CHUNKS: gl.constexpr = config.CHUNKS
     H: gl.constexpr = config.H
     R: gl.constexpr = config.R
     E: gl.constexpr = config.E
@@ -303,7 +305,7 @@ def attend_spans(config: gl.constexpr, call):
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, chunk = span_of(unit, call.cache_seqlens, sizes, config.CHUNKS)
+        batch, first, end, chunk = span_of(unit, call.cache_seqlens, sizes, CHUNKS)
         if config.WHOLE or first < end:
             query_tile(call.queries, batch, scales.q, H, config.RQ, config.D, LAYOUT)
             softmax = SpanSoftmax(none, none_max, none_sum)
