@@ -204,6 +204,15 @@ def point_to_decays(decay, place, sizes, form: gl.constexpr):
 
 
 @gluon.jit
+def load_call(theta, decay, place, sizes, scales, W: gl.constexpr, STEP: gl.constexpr, form: gl.constexpr):
+    """Returns the `ChunkCall` of a place, with angles of steps by ``STEP`` rows and by those of an encoding part."""
+    tiles = gl.maximum(place.last - place.first + BLOCK_T - 1, 0) // BLOCK_T
+    angles = load_angles(theta, place, sizes, W, (STEP, part_rows(W, form.ENCODERS)), form)
+    of_head = load_head_decay(decay, place, sizes, form)
+    return ChunkCall(angles, place, point_to_decays(decay, place, sizes, form), of_head, sizes, tiles, scales)
+
+
+@gluon.jit
 def store_sums(sums, call, first, form: gl.constexpr):
     """Stores the sums of a tile's logarithms of the decays of tokens, up to and with each.
 

@@ -188,14 +188,7 @@ def hopper_key_kernel(
     state_full, state_read = barriers(1), barriers(1)
     mbarrier.init(state_full.index(0), count=W // encoding.BLOCK_T)
     mbarrier.init(state_read.index(0), count=2)
-    tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
-    angles = encoding.load_angles(
-        theta, place, sizes, W, (encoding.STRIDE, encoding.part_rows(W, form.ENCODERS)), form
-    )
-    of_head = encoding.load_head_decay(decay, place, sizes, form)
-    call = encoding.ChunkCall(
-        angles, place, encoding.point_to_decays(decay, place, sizes, form), of_head, sizes, tiles, scales
-    )
+    call = encoding.load_call(theta, decay, place, sizes, scales, W, encoding.STRIDE, form)
     keys = Keys(
         ring, encoded, state_tile, state_full.index(0), state_read.index(0), outs, dk_desc, dv_desc, initial, final,
         initial_strides, final_strides,

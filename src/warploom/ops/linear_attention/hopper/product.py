@@ -184,14 +184,7 @@ def hopper_product_kernel(
         [encoding.BLOCK_T, encoding.BLOCK_T],
         gl.NVMMASharedLayout.get_default_for([encoding.BLOCK_T, encoding.BLOCK_T], dtype),
     )
-    tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
-    angles = encoding.load_angles(
-        theta, place, sizes, W, (encoding.STRIDE, encoding.part_rows(W, form.ENCODERS)), form
-    )
-    of_head = encoding.load_head_decay(decay, place, sizes, form)
-    call = encoding.ChunkCall(
-        angles, place, encoding.point_to_decays(decay, place, sizes, form), of_head, sizes, tiles, scales
-    )
+    call = encoding.load_call(theta, decay, place, sizes, scales, W, encoding.STRIDE, form)
     product = Product(
         rows, others, encoded, state_tile, pair_tile, out_desc, initial, final, initial_strides, final_strides,
     )  # fmt: skip

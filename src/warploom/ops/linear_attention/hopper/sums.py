@@ -124,14 +124,8 @@ def hopper_sums_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([encoding.BLOCK_T, W], dtype)
     sines = gl.allocate_shared_memory(dtype, [2, encoding.BLOCK_T, W if form.KIND == "cosine" else 64], TILE)
     sums = Sums(ring, encoding.allocate_encoded(STAGES, W, dtype, form), sines, states, totals, states_strides)
-    angles = encoding.load_angles(
-        theta, place, sizes, W, (4 * form.ENCODERS, encoding.part_rows(W, form.ENCODERS)), form
-    )
-    tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
-    call = encoding.ChunkCall(
-        angles, place, encoding.point_to_decays(decay, place, sizes, form), encoding.load_head_decay(decay, place, sizes, form), sizes,
-        tiles, StateScales(1.0, 1.0, 1.0),
-    )  # fmt: skip
+    scales = StateScales(1.0, 1.0, 1.0)
+    call = encoding.load_call(theta, decay, place, sizes, scales, W, 4 * form.ENCODERS, form)
     fence_async_shared()
     thread_barrier()
     if form.KIND != "none" or form.ACTIVATION != "none" or form.DECAY != "none":
