@@ -245,17 +245,13 @@ _ATTENTION_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
 }
 
 
-def _streams(total_bytes: int, writes: int) -> Traffic:
-    """One stream of all that is read; what is written is too little for a stream of its own size."""
-    return Traffic(1, 0, total_bytes + writes)
-
-
 def decode_traffic(case: Case, mode: str) -> Traffic:
     """Every factor of the cache read once; the few bytes of queries and output with them."""
     batch, heads, features, rank = (case[key] for key in ("batch", "heads", "head_dim", "rank"))
     size = getattr(torch, case["dtype"]).itemsize
     kv = 2 * case["m"] * case.get("kv_rank", 1) * (heads + features)
-    return _streams(batch * (kv + rank * (heads + features)) * size, batch * heads * features * size)
+    # One stream of all that is read; what is written is too little for a stream of its own size.
+    return Traffic(1, 0, batch * (kv + rank * (heads + features) + heads * features) * size)
 
 
 def attention_traffic(case: Case, mode: str) -> Traffic:

@@ -32,12 +32,6 @@ def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
     return *(stride or 0 for stride in outer), 1 if last is None else last  # type: ignore[return-value]
 
 
-def _divided(strides: tuple[int, int, int, int], vector: int) -> tuple[int, int, int, int]:
-    """Returns feature strides with the outer three divided."""
-    b, n, r, d = strides
-    return b // vector, n // vector, r // vector, d
-
-
 class Factors(NamedTuple):
     """The six factors of a call. Those of keys and values may lack their rank axis, at rank one."""
 
@@ -127,7 +121,7 @@ def feature_factors(*factors: Tensor) -> FactorLayout:
     strides = tuple(map(strides_of, factors))
     unit = all(s[3] == 1 and max(s[1:3]) < TILE_STRIDE_LIMIT for s in strides)
     vector = _vector(*(v for s in strides for v in s[:3])) if unit else 1
-    return FactorLayout(vector, unit, tuple(_divided(s, vector) for s in strides))
+    return FactorLayout(vector, unit, tuple((b // vector, n // vector, r // vector, d) for b, n, r, d in strides))
 
 
 def head_factors(*factors: Tensor) -> FactorLayout:
