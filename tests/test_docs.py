@@ -68,10 +68,14 @@ def _checkout(
         (tmp_path / name).symlink_to(ROOT / name)
 
 
+MEASURING = ("measuring.md", "writing-an-operator.md")
+"""Pages with a bench, for which a share of a GPU is too small."""
+
+
 @pytest.mark.usefixtures("_checkout")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.alone] if path.name == "measuring.md" else []) for path in DOCUMENTS],
+    [pytest.param(path, marks=[pytest.mark.alone] if path.name in MEASURING else []) for path in DOCUMENTS],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_examples_run(path: Path) -> None:

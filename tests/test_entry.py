@@ -272,7 +272,7 @@ def test_both_ways_launch_the_same(direct: bool, monkeypatch: pytest.MonkeyPatch
     usual = CompiledKernel.__getitem__
     monkeypatch.setattr(CompiledKernel, "__getitem__", lambda self, grid: taken.append(grid) or usual(self, grid))
     if not direct:
-        monkeypatch.setattr(entry, "_direct_entry", lambda compiled: None)
+        monkeypatch.setattr(entry, "_make_direct_entry", lambda compiled: None)
     scale = Launch(scale_kernel, 1, **scaling())
     add, copy = adding(), copying() if ON_HOPPER else None
     entry._find_entry.cache_clear()

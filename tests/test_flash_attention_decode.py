@@ -104,7 +104,12 @@ def test_lengths_of_entries(dtype: torch.dtype, n: int, device: torch.device) ->
 
     for entry, length in enumerate(lengths):
         exact, eager = alone(entry, length, torch.float64), alone(entry, length, dtype)
-        verdict = compare((out[entry : entry + 1], lse[entry : entry + 1]), exact, eager)
+        found = out[entry : entry + 1], lse[entry : entry + 1]
+        if length == 1:  # a weight over the sum of weights: the definition has no error to allow twice
+            rounding = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(found[0].double(), exact[0], rtol=rounding, atol=0.0)
+            found, exact, eager = found[1:], exact[1:], eager[1:]
+        verdict = compare(found, exact, eager)
         assert verdict.ok, f"{length} keys: {verdict.describe()}"
         if length > n:
             lost = tuple(x.to(y.dtype) for x, y in zip(alone(entry, length - 1, torch.float64), eager))

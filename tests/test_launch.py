@@ -291,15 +291,16 @@ def test_tensors_of_another_device_take_the_slow_way(
         yield
         current[0] = before
 
-    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", enter)
     launched = Launch(stub(add), 2, takes=("x", "out", "number"), size=SIZE, BLOCK=BLOCK)
     given = tensors(torch.device("cpu"))
-    launched(*given, 5)
-    current[0] = 0
-    launched(*given, 5)
-    current[0] = -1
-    launched(*given, 5)
+    with monkeypatch.context() as patch:  # what follows the test needs PyTorch's own
+        patch.setattr(launch, "_current_device", lambda: current[0])
+        patch.setattr(torch.cuda, "device", enter)
+        launched(*given, 5)
+        current[0] = 0
+        launched(*given, 5)
+        current[0] = -1
+        launched(*given, 5)
     assert (ways, entered) == (["slow", "slow", "direct"], [-1])
 
 

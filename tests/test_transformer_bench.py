@@ -123,12 +123,11 @@ def test_memory_that_runs_out_and_what_is_missing_are_rows(monkeypatch: pytest.M
     monkeypatch.setattr(transformer, "build", build_or_fail)
     monkeypatch.setitem(sys.modules, "transformers", None)
     records = run(CASE, modes=["fwd"], providers=["torch", "llama", "warploom", "warploom+graphs"])
-    found = {r.provider: r.status for r in records}
+    found, reasons = {r.provider: r.status for r in records}, {r.provider: r.reason for r in records}
     graphs = "ok" if torch.cuda.is_available() else "unsupported"
     assert found == {
         "torch": "oom", "llama": "unsupported", "warploom": "ok", "warploom+graphs": graphs, LIMIT: "ok"
-    }  # fmt: skip
-    reasons = {r.provider: r.reason for r in records}
+    }, reasons  # fmt: skip
     assert reasons["torch"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert reasons["llama"] == "transformers is not installed: pip install 'warploom[compare]'"
 
