@@ -215,6 +215,20 @@ def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> No
         assert "function lrpe_rotate" in done.stdout
 
 
+def test_completion_shows_operators_and_subpackages() -> None:
+    root = Path(__file__).parents[1]
+    program = """
+import sys, warploom
+assert {"lrpe_rotate", "nn", "bench", "integrations", "distributed"} <= set(dir(warploom)) >= set(warploom.__all__)
+assert not {"sys", "Any", "Path"} & set(dir(warploom))
+assert "warploom.nn" not in sys.modules
+print(warploom.nn.LRPE, warploom.bench.time_functions, warploom.integrations, warploom.distributed)
+"""
+    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_list_shows_what_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     assert capsys.readouterr().out.startswith(

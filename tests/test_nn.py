@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import warploom
-from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_rotate, nn
+from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_cosine, lrpe_rotate, nn
 from warploom.nn import LRPE, Attention, FactorCache, KVCache, RotaryEmbedding, SwiGLU
 
 IMPLEMENTATIONS = ("flash", "plain", "sdpa")
@@ -165,6 +165,29 @@ def test_fixed_frequencies_follow_to_the_gpu(device: torch.device) -> None:
     assert rotary.theta.is_cuda
     with pytest.raises(DeviceError, match="theta"):
         LRPE(3, 8)(x)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "rotate"])
+def test_positions_of_several_axes(kind: str, device: torch.device) -> None:
+    """Of a grid behind a class token, and the same given outright."""
+    layer = LRPE(2, 12, kind=kind, axes=2).to(device)
+    x = random(2, 1 + 3 * 5, 4, 12, device=device)
+    theta = layer.theta.repeat_interleave(2, dim=0)
+    assert theta.shape == (4, 6 if kind == "cosine" else 3)
+    function = lrpe_cosine if kind == "cosine" else lrpe_rotate
+    expected = function(x, theta, grid=(3, 5), prefix=1)
+    assert torch.equal(layer(x, grid=(3, 5), prefix=1), expected)
+    rows, columns = torch.meshgrid(torch.arange(3), torch.arange(5), indexing="ij")
+    places = torch.cat((torch.zeros(1, 2, dtype=torch.int64), torch.stack((rows, columns), -1).flatten(0, 1)))
+    torch.testing.assert_close(layer(x, position_ids=places.to(device).expand(2, -1, -1)), expected)
+    assert torch.equal(layer(x, grid=[3, 5], prefix=1), expected)
+    for wrong in ({}, {"grid": (15,), "prefix": 1}, {"position_ids": torch.zeros(2, 16, 3, dtype=torch.int64)}):
+        with pytest.raises(ShapeError, match="LRPE: grid or position_ids must be of axes = 2"):
+            layer(x, **wrong)
+    with pytest.raises(ShapeError, match="axes = 1"):
+        LRPE(2, 12, kind=kind).to(device)(x, grid=(3, 5), prefix=1)
+    with pytest.raises(ArgumentError, match="axes must be positive"):
+        LRPE(2, 12, axes=0)
 
 
 def test_frequencies_whose_data_was_cast_are_refused() -> None:

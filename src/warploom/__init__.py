@@ -1,5 +1,6 @@
 """Fused operators for sequence models in PyTorch, written in Triton."""
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,19 @@ __all__ = [
 ]
 
 
+SUBPACKAGES = ("bench", "distributed", "integrations", "nn")
+"""They are imported when first asked for."""
+
+
+def __dir__() -> list[str]:
+    """Returns what there is for users, as completion shows it."""
+    return sorted((*__all__, *SUBPACKAGES))
+
+
 def __getattr__(name: str) -> Any:
-    """Import the operators when the command line first asks for one: importing PyTorch takes a second."""
+    """Import a subpackage when first asked for; for the command line, whose help needs none, operators too."""
+    if name in SUBPACKAGES:
+        return importlib.import_module(f"warploom.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.flash_attention import api as flash_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -251,7 +251,9 @@ class LRPE(_Frequencies):
             even).
         activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` depends on later tokens
             and is not for causal models.
-        base: The initial frequencies are ``base ** (-f / F)``, ``F = D`` for cosine and ``D / 2`` for rotate.
+        axes: Coordinates of a position: 1 for a sequence, 2 for the patches of an image. They share the features.
+        base: The initial frequencies are ``base ** (-f / F)``, ``F = ⌈D / axes⌉`` for cosine and
+            ``⌈D / (2 · axes)⌉`` for rotate.
         learnable: True if ``theta`` is a parameter.
 
     Attributes:
@@ -259,7 +261,8 @@ class LRPE(_Frequencies):
         out_features: Features of a head of the result: ``2·D`` or ``D``.
 
     Raises:
-        ArgumentError: ``kind`` is unknown, ``head_dim`` is odd for ``rotate``, or ``base`` is not positive.
+        ArgumentError: ``kind`` is unknown, ``head_dim`` is odd for ``rotate``, or ``axes`` or ``base`` is not
+            positive.
 
     Source: Qin et al., "Linearized Relative Positional Encoding", 2023, arXiv 2307.09270, equations 9 and 12.
 
@@ -271,6 +274,10 @@ class LRPE(_Frequencies):
         encoding = LRPE(heads=4, head_dim=32, activation="silu")
         q = encoding(torch.randn(2, 128, 8, 32))  # two query heads to a row of frequencies
         print(q.shape)  # torch.Size([2, 128, 8, 64])
+
+        patches = LRPE(heads=8, head_dim=32, kind="rotate", axes=2)
+        q = patches(torch.randn(2, 1 + 14 * 14, 8, 32), grid=(14, 14), prefix=1)  # after a class token
+        print(q.shape)  # torch.Size([2, 197, 8, 32])
         ```
     """
 
@@ -281,6 +288,7 @@ class LRPE(_Frequencies):
         *,
         kind: Literal["cosine", "rotate"] = "cosine",
         activation: Activation = "none",
+        axes: int = 1,
         base: float = 10000.0,
         learnable: bool = True,
     ) -> None:
@@ -290,9 +298,13 @@ class LRPE(_Frequencies):
             raise fault(ArgumentError, "LRPE", "heads", "positive", heads)
         if head_dim < 1 or (kind == "rotate" and head_dim % 2):
             raise fault(ArgumentError, "LRPE", "head_dim", "positive, and even for rotate", head_dim)
-        super().__init__(heads, head_dim if kind == "cosine" else head_dim // 2, base, learnable)
+        if axes < 1:
+            raise fault(ArgumentError, "LRPE", "axes", "positive", axes)
+        angles = head_dim if kind == "cosine" else head_dim // 2
+        super().__init__(heads, -(-angles // axes), base, learnable)
         self.kind: Literal["cosine", "rotate"] = kind
         self.activation: Activation = activation
+        self.axes = axes
         self.heads, self.head_dim = heads, head_dim
         self.out_features = 2 * head_dim if kind == "cosine" else head_dim
 
@@ -300,6 +312,8 @@ class LRPE(_Frequencies):
         self,
         x: Tensor,
         *,
+        grid: Sequence[int] | None = None,
+        prefix: int = 0,
         offset: int | Tensor = 0,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -307,9 +321,17 @@ class LRPE(_Frequencies):
     ) -> Tensor:
         """Encode ``x`` (B, N, H, D) to (B, N, H, out_features), in its dtype and memory order.
 
-        Positions are given as for `RotaryEmbedding`. Errors and backends are those of
-        `warploom.lrpe_cosine`.
+        Positions are given as for `warploom.lrpe_cosine`, whose errors and backends are the layer's too: of several
+        ``axes``, by a ``grid`` of as many sizes or by ``position_ids`` (B, N, axes).
+
+        Raises:
+            ShapeError: Positions have another number of axes than the layer.
         """
+        given = len(grid) if isinstance(grid, Sequence) else 1
+        if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 3:
+            given = position_ids.shape[-1]
+        if given != self.axes:
+            raise fault(ShapeError, "LRPE", "grid or position_ids", f"of axes = {self.axes}", f"of {given}")
         self.check_features(x, self.head_dim)
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
         theta = self.frequencies(x)
@@ -319,6 +341,8 @@ class LRPE(_Frequencies):
         return encode(
             x,
             theta,
+            grid=grid,
+            prefix=prefix,
             offset=offset,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
@@ -328,5 +352,5 @@ class LRPE(_Frequencies):
 
     def extra_repr(self) -> str:
         """Returns the encoding's arguments."""
-        sizes = f"heads={self.heads}, head_dim={self.head_dim}"
+        sizes = f"heads={self.heads}, head_dim={self.head_dim}" + (f", axes={self.axes}" if self.axes > 1 else "")
         return f"{sizes}, kind={self.kind!r}, activation={self.activation!r}, {super().extra_repr()}"
