@@ -146,7 +146,7 @@ def factors(device: torch.device) -> Inputs:
 
 
 def factors_with_lengths(device: torch.device) -> Inputs:
-    return {**factors(device), "cache_seqlens": torch.tensor([150, 20], device=device)}
+    return {**factors(device), "seqused_k": torch.tensor([150, 20], device=device)}
 
 
 def factors_with_gradients(device: torch.device) -> Inputs:

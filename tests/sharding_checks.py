@@ -138,7 +138,7 @@ def check_tpa(world):
     with torch.no_grad():
         n = torch.tensor([5, 3, 2, 1])
         tensors = (*(x.detach() for x in tensors), n)
-        decode = lambda *x: tpa_decode(*(y.detach() for y in x[:6]), cache_seqlens=x[6])  # noqa: E731
+        decode = lambda *x: tpa_decode(*(y.detach() for y in x[:6]), seqused_k=x[6])  # noqa: E731
         same(decode, mesh, (B,) * 7, tensors, B)
         same(decode, mesh, (H, H, H, None, None, None, None), tensors, H)
 

@@ -114,7 +114,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (lrpe_cosine, encoding, {}),
         (lrpe_rotate, packed_encoding, {"cu_seqlens": torch.tensor([0, 1, 12]), "offset": 17}),
         (lrpe_cosine, encoding_over_the_sequence, {}),
-        (tpa_decode, factors_with_lengths, {"cache_seqlens": torch.tensor([3, 149])}),
+        (tpa_decode, factors_with_lengths, {"seqused_k": torch.tensor([3, 149])}),
     ],
 )
 def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned(

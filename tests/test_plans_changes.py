@@ -226,10 +226,10 @@ OFFSET_ENCODING: dict[str, Change] = {
 ALL_FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
 DECODE: dict[str, Change] = {
     "nothing": set_to(),
-    "lengths": changed(lambda lengths: lengths - 7, "cache_seqlens"),
-    "dtype_of_lengths": changed(torch.Tensor.int, "cache_seqlens"),
-    "stride_of_lengths": changed(with_gaps, "cache_seqlens"),
-    "no_lengths": set_to(cache_seqlens=None),
+    "lengths": changed(lambda lengths: lengths - 7, "seqused_k"),
+    "dtype_of_lengths": changed(torch.Tensor.int, "seqused_k"),
+    "stride_of_lengths": changed(with_gaps, "seqused_k"),
+    "no_lengths": set_to(seqused_k=None),
     "strategy": set_to(strategy="batch_head"),
     "split": set_to(strategy="split_kv"),
     "scale": set_to(scale=0.3),
@@ -502,7 +502,7 @@ LOOKALIKES = [
         (tpa_decode, factors, {"scale": 1.0}, {"scale": True}),
         (tpa_decode, factors, {"strategy": "batch"}, {"strategy": ["batch"]}),
         (tpa_decode, factors, {}, {"bk": torch.zeros(2, 150, 16, requires_grad=True)}),
-        (tpa_decode, factors, {}, {"cache_seqlens": torch.tensor([1.0, 2.0])}),
+        (tpa_decode, factors, {}, {"seqused_k": torch.tensor([1.0, 2.0])}),
         (tpa_attention, factors_with_gradients, {"causal": True}, {"causal": 1}),
     )
 ]

@@ -106,7 +106,7 @@ def forgetting(length: int, device: torch.device) -> dict[str, Any]:
 
 
 def some_valid(batch: int, length: int, device: torch.device) -> dict[str, Any]:
-    return {"cache_seqlens": (torch.arange(batch, device=device) * 37 + 1).clamp(max=length)}
+    return {"seqused_k": (torch.arange(batch, device=device) * 37 + 1).clamp(max=length)}
 
 
 QKV, FACTORS = ("q", "k", "v"), ("aq", "ak", "av", "bq", "bk", "bv")

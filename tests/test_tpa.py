@@ -96,13 +96,11 @@ def attended_unformed(x: dict[str, Any], first: Tensor, last: Tensor) -> Tensor:
     return torch.einsum("bhnm,bmhr,bmre->bnhe", weights, x["av"], x["bv"]) / x["av"].shape[-1]
 
 
-@pytest.mark.parametrize("cache_seqlens", [None, (0, 13)])
-def test_decoding_is_attention_on_unformed_factors(
-    device: torch.device, cache_seqlens: tuple[int, int] | None
-) -> None:
+@pytest.mark.parametrize("seqused_k", [None, (0, 13)])
+def test_decoding_is_attention_on_unformed_factors(device: torch.device, seqused_k: tuple[int, int] | None) -> None:
     x: dict[str, Any] = factors(device, tokens=3, rank_k=2, rank_v=3, dtype=torch.float64)
-    x["cache_seqlens"] = cache_seqlens and lengths(device, *cache_seqlens)
-    visible = reference.visible_in_decode(x["bq"], x["bk"], x["cache_seqlens"])
+    x["seqused_k"] = seqused_k and lengths(device, *seqused_k)
+    visible = reference.visible_in_decode(x["bq"], x["bk"], x["seqused_k"])
     torch.testing.assert_close(attended_unformed(x, *visible), reference.tpa_decode(**x))
 
 
@@ -155,7 +153,7 @@ def test_every_strategy_is_accurate(
     device: torch.device, strategy: str, dtype: torch.dtype, rank_k: int, rank_v: int
 ) -> None:
     inputs: dict[str, Any] = factors(device, tokens=2, keys=290, rank_k=rank_k, rank_v=rank_v, dtype=dtype)
-    inputs["cache_seqlens"] = lengths(device, 290, 257)
+    inputs["seqused_k"] = lengths(device, 290, 257)
     assert_accurate(tpa_decode(**inputs, strategy=strategy, backend="triton"), inputs)
 
 
@@ -167,7 +165,7 @@ def test_a_single_key_is_the_output(device: torch.device, features: int, values:
     sizes = {"batch": 8, "keys": 31, "heads": 12, "rank_k": rank, "rank_v": rank, "features": features}
     inputs = factors(device, values=values, **sizes)
     inputs["bk"] *= 20
-    found = tpa_decode(**inputs, scale=1.0, cache_seqlens=lengths(device, *[1] * 8), backend="triton")
+    found = tpa_decode(**inputs, scale=1.0, seqused_k=lengths(device, *[1] * 8), backend="triton")
     first = (inputs[name][:, :1].double() for name in ("av", "bv"))
     expected = torch.einsum("bmhr,bmre->bmhe", *first) / rank
     assert (found - expected).abs().max() <= 2**-22 * expected.abs().max()
@@ -223,12 +221,12 @@ def test_split_and_whole_have_the_same_bits(device: torch.device, keys: int) -> 
 def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device, strategy: str) -> None:
     inputs = factors(device, batch=3, keys=600, heads=2)
     valid = (300, 17, 600)
-    together = tpa_decode(**inputs, cache_seqlens=lengths(device, *valid), strategy=strategy, backend="triton")
+    together = tpa_decode(**inputs, seqused_k=lengths(device, *valid), strategy=strategy, backend="triton")
     for i, length in enumerate(valid):
         alone = {name: value[i : i + 1] for name, value in inputs.items()}
         for capacity in {length, min(length + 40, 600)}:  # a cache that ends with the request, or not
             cut = {n: v[:, :capacity] if n in ("ak", "av", "bk", "bv") else v for n, v in alone.items()}
-            found = tpa_decode(**cut, cache_seqlens=lengths(device, length), strategy=strategy, backend="triton")
+            found = tpa_decode(**cut, seqused_k=lengths(device, length), strategy=strategy, backend="triton")
             assert torch.equal(found[0], together[i])
 
 
@@ -263,7 +261,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     from warploom.ops.tpa.decode import engine as launchers
 
     inputs: dict[str, Any] = factors(device, keys=keys, heads=2, rank_k=2, dtype=torch.bfloat16)
-    inputs["cache_seqlens"] = lengths(device, keys, keys // 3)
+    inputs["seqused_k"] = lengths(device, keys, keys // 3)
     found = []
     for levels in range(launchers.CHUNKS.all_levels + 1):
         forget_plans()  # none with other levels
@@ -277,7 +275,7 @@ def test_a_program_may_take_any_part_of_the_tree(
 @strategies
 def test_nothing_behind_the_valid_entries_is_looked_at(device: torch.device, backend: str, strategy: str) -> None:
     inputs: dict[str, Any] = factors(device, batch=3, tokens=2, keys=290, heads=2, rank_k=2, rank_v=1)
-    inputs["cache_seqlens"] = lengths(device, 5, 0, 270)
+    inputs["seqused_k"] = lengths(device, 5, 0, 270)
     expected = tpa_decode(**inputs, strategy=strategy, backend=backend)
     assert torch.equal(expected[1], torch.zeros_like(expected[1]))
     for name in ("ak", "av", "bk", "bv"):
@@ -289,7 +287,7 @@ def test_nothing_behind_the_valid_entries_is_looked_at(device: torch.device, bac
 @needs_triton
 def test_new_tokens_do_not_see_those_behind_them(device: torch.device) -> None:
     inputs: dict[str, Any] = factors(device, tokens=5, keys=30)
-    inputs["cache_seqlens"] = lengths(device, 20, 3)  # in the second, two of the five have no token of their own
+    inputs["seqused_k"] = lengths(device, 20, 3)  # in the second, two of the five have no token of their own
     found = tpa_decode(**inputs, backend="triton")
     assert_accurate(found, inputs)
     assert torch.equal(found[1, :2], torch.zeros_like(found[1, :2]))
@@ -303,15 +301,15 @@ def test_new_tokens_do_not_see_those_behind_them(device: torch.device) -> None:
 def test_lengths_of_both_integer_types_and_any_stride(device: torch.device, dtype: torch.dtype) -> None:
     inputs: dict[str, Any] = factors(device)
     spaced = torch.tensor([7, 99, 20, 99], dtype=dtype, device=device)[::2]
-    found = tpa_decode(**inputs, cache_seqlens=spaced, backend="triton")
-    assert torch.equal(found, tpa_decode(**inputs, cache_seqlens=lengths(device, 7, 20), backend="triton"))
+    found = tpa_decode(**inputs, seqused_k=spaced, backend="triton")
+    assert torch.equal(found, tpa_decode(**inputs, seqused_k=lengths(device, 7, 20), backend="triton"))
 
 
 @needs_triton
 @pytest.mark.usefixtures("unchecked_values")
 def test_more_than_the_capacity_counts_as_the_capacity(device: torch.device) -> None:
     inputs = factors(device)
-    found = tpa_decode(**inputs, cache_seqlens=lengths(device, 1000, -3), backend="triton")
+    found = tpa_decode(**inputs, seqused_k=lengths(device, 1000, -3), backend="triton")
     assert torch.equal(found[0], tpa_decode(**inputs, backend="triton")[0])
     assert torch.equal(found[1], torch.zeros_like(found[1]))
 
@@ -325,8 +323,8 @@ def test_lengths_beyond_the_cache_leave_new_tokens_at_its_end(
     """Several new tokens stand behind each other wherever the cache ends, and not where a length says."""
     inputs = factors(device, tokens=4, keys=20)
     options = {"strategy": strategy, "backend": backend}
-    found = tpa_decode(**inputs, cache_seqlens=lengths(device, 23, 2**31 - 1), **options)
-    expected = tpa_decode(**inputs, cache_seqlens=lengths(device, 20, 20), **options)
+    found = tpa_decode(**inputs, seqused_k=lengths(device, 23, 2**31 - 1), **options)
+    expected = tpa_decode(**inputs, seqused_k=lengths(device, 20, 20), **options)
     assert torch.equal(found, expected)
     assert_accurate(found, inputs)
 

@@ -118,7 +118,7 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
     combine = Launch(
         combine_kernel,
         2 * -(-heads // COMBINE_ROWS),
-        takes=("partial", "statistics", "cache_seqlens", "out"),
+        takes=("partial", "statistics", "seqused_k", "out"),
         sizes=DecodeSizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
         H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*CHUNKS[:3]),
@@ -172,7 +172,7 @@ def test_nothing_behind_the_valid_entries_is_looked_at(
 ) -> None:
     valid = (0, 1, 64, 300, 2999, 3001)
     inputs = model(device, rank, batch=len(valid), keys=3001)
-    inputs["cache_seqlens"] = lengths(device, *valid)
+    inputs["seqused_k"] = lengths(device, *valid)
     expected = tpa_decode(**inputs, backend="triton")
     assert_accurate(expected, inputs)
     assert torch.equal(expected[0], torch.zeros_like(expected[0]))
@@ -188,12 +188,12 @@ def test_nothing_behind_the_valid_entries_is_looked_at(
 def test_a_request_has_the_same_bits_in_any_batch_and_cache(device: torch.device, model: Any, rank: int) -> None:
     valid = (4000, 17, 20000, 777, 9000)
     inputs = model(device, rank, batch=len(valid), keys=20000)
-    together = tpa_decode(**inputs, cache_seqlens=lengths(device, *valid), backend="triton")
+    together = tpa_decode(**inputs, seqused_k=lengths(device, *valid), backend="triton")
     for i, length in enumerate(valid):
         alone = {name: value[i : i + 1] for name, value in inputs.items()}
         for capacity in {length, min(length + 1000, 20000)}:
             cut = {n: v[:, :capacity] if n in CACHE else v for n, v in alone.items()}
-            found = tpa_decode(**cut, cache_seqlens=lengths(device, length), backend="triton")
+            found = tpa_decode(**cut, seqused_k=lengths(device, length), backend="triton")
             assert torch.equal(found[0], together[i])
 
 
@@ -206,7 +206,7 @@ def test_a_program_may_take_any_part_of_the_tree(
     from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
 
     inputs = model(device, rank, keys=20001)
-    inputs["cache_seqlens"] = lengths(device, 20001, 6000)
+    inputs["seqused_k"] = lengths(device, 20001, 6000)
     found = []
     for levels in range(launchers_hopper.CHUNKS.all_levels + 1):
         forget_plans()  # none with other levels
@@ -225,7 +225,7 @@ def test_a_program_may_take_any_part_of_the_tree(
 def test_calls_that_go_to_the_other_kernel_are_right_beside_it(device: torch.device, model: Any, rank: int) -> None:
     """Several new tokens; and the same shapes at another address, for which there is a plan already."""
     several = model(device, rank, keys=500, tokens=3)
-    several["cache_seqlens"] = lengths(device, 500, 123)
+    several["seqused_k"] = lengths(device, 500, 123)
     assert_accurate(tpa_decode(**several, backend="triton"), several)
     inputs = model(device, rank, keys=300)
     moved = dict(inputs)

@@ -75,10 +75,10 @@ def test_wrong_arguments_are_named(
 @pytest.mark.parametrize(
     ("argument", "value", "error", "got"),
     [
-        ("cache_seqlens", [1, 2], DtypeError, "list"),
-        ("cache_seqlens", torch.zeros(2), DtypeError, "float32"),
-        ("cache_seqlens", torch.zeros(3, dtype=torch.int32), ShapeError, r"\(3,\)"),
-        ("cache_seqlens", torch.zeros(2, dtype=torch.int32, device="meta"), DeviceError, "meta"),
+        ("seqused_k", [1, 2], DtypeError, "list"),
+        ("seqused_k", torch.zeros(2), DtypeError, "float32"),
+        ("seqused_k", torch.zeros(3, dtype=torch.int32), ShapeError, r"\(3,\)"),
+        ("seqused_k", torch.zeros(2, dtype=torch.int32, device="meta"), DeviceError, "meta"),
         ("strategy", "split", ArgumentError, "'split'"),
     ],
 )

@@ -71,7 +71,7 @@ def test_decoding(
     features = 64 if tokens == 1 else 8
     sizes = {"tokens": tokens, "heads": heads, "keys": keys, "features": features, "values": features}
     x = factors(device, **sizes, rank_k=2, rank_v=2, dtype=dtype)
-    options: dict[str, Any] = {"cache_seqlens": lengths(device, valid, keys), "strategy": strategy}
+    options: dict[str, Any] = {"seqused_k": lengths(device, valid, keys), "strategy": strategy}
     usual = tpa_decode(**x, **options, backend="triton")
     of_queries = name in ("aq", "bq")
     for token in {0, tokens - 1} if of_queries else {valid - tokens, valid - 1, valid}:
@@ -91,10 +91,10 @@ def test_decoding(
 def test_a_query_that_sees_no_key(device: torch.device, dtype: torch.dtype, backend: str) -> None:
     """Its output is zero, whatever it is."""
     x = factors(device, batch=2, tokens=1, heads=2, keys=5, features=8, values=8, dtype=dtype)
-    usual = tpa_decode(**x, cache_seqlens=lengths(device, 0, 4), backend=backend)
+    usual = tpa_decode(**x, seqused_k=lengths(device, 0, 4), backend=backend)
     for number in (math.nan, math.inf):
         spoiled = with_number(x, "bq", 0, 0, number)
-        out = tpa_decode(**spoiled, cache_seqlens=lengths(device, 0, 4), backend=backend)
+        out = tpa_decode(**spoiled, seqused_k=lengths(device, 0, 4), backend=backend)
         assert torch.equal(out, usual)
         assert not out[0].any()
 

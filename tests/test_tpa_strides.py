@@ -163,7 +163,7 @@ def test_the_driver_accepts_every_descriptor_of_decoding(monkeypatch: pytest.Mon
     choose_as_on(90, launchers_hopper, monkeypatch)
     generator, verdicts = random.Random(0), {True: 0, False: 0}
     for _ in range(3600):  # few have entries of a batch at multiples of 16 bytes
-        inputs = DecodeInputs(**drawn(generator, heads=(1, 1, 8), features=(1, 8, 64)), cache_seqlens=None)
+        inputs = DecodeInputs(**drawn(generator, heads=(1, 1, 8), features=(1, 8, 64)), seqused_k=None)
         options = DecodeOptions("batch", 1.0, 1.0, 1.0, 1.0)
         launch = launchers.plan_decode(inputs, options)[1].launch
         verdicts[bool(launch.descriptions)] += 1

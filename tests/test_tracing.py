@@ -72,7 +72,6 @@ PLACES: dict[str, Callable[[dict[str, int]], Tensor]] = {
     "theta": lambda sizes: torch.linspace(0.1, 1, sizes["F"]),
     "decay": lambda sizes: torch.linspace(-0.1, -0.01, sizes["H"]),
     "initial_state": lambda sizes: torch.linspace(-1, 1, sizes["E"]).expand(*(sizes[a] for a in "BHDE")),
-    "cache_seqlens": lambda sizes: torch.arange(sizes["B"]) + sizes["M"] - sizes["B"],
 }
 ALIKE = ("BNHD", "BNHD", "BNHE")
 QKV, PACKED = ("BNHD", "BM1D", "BM1E"), ("1NHD", "1NHD", "1NHE")
@@ -102,7 +101,7 @@ CALLS = {
         tpa_attention, ("1NHR", "1NH", "1NH", "1NRD", "1ND", "1NE", ""), {}, ("cu_seqlens",)
     ),
     "tpa_decode": Call(tpa_decode, FACTORS),
-    "tpa_decode_lengths": Call(tpa_decode, (*FACTORS, ""), {"strategy": "split_kv"}, ("cache_seqlens",)),
+    "tpa_decode_lengths": Call(tpa_decode, (*FACTORS, ""), {"strategy": "split_kv"}, ("seqused_k",)),
 }
 calls = pytest.mark.parametrize(
     ("call", "backend"),
@@ -171,7 +170,7 @@ class Module(nn.Module):
 
 def dynamic_sizes(call: Call, inputs: Tensors) -> tuple[dict[int, Any], ...]:
     dims = {letter: torch.export.Dim(letter) for letter in "BNM"}
-    axes = {"position_ids": "BN", "offset": "B", "cache_seqlens": "B", "seqused_k": "B", "initial_state": "B"}
+    axes = {"position_ids": "BN", "offset": "B", "seqused_k": "B", "initial_state": "B"}
     count = len(inputs) - len(call.names)
     named = (*call.axes[:count], *(axes.get(name, "") for name in call.names))
     return tuple({i: dims[a] for i, a in enumerate(each) if a in dims} for each in named)

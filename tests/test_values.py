@@ -19,7 +19,7 @@ from warploom import (
 )
 from warploom.runtime.backend import HAS_TRITON
 
-CACHE, DECAY, USED, WHOLE = "cache_seqlens", "decay", "seqused_k", (0, 1, 2, 3, 4, -(2**60))
+DECAY, USED, WHOLE = "decay", "seqused_k", (0, 1, 2, 3, 4, -(2**60))
 PACKED: Change = {name: ones(1, 6, 2, 4) for name in "qkv"}
 KEYS: Change = {**{name: ones(2, 5, 2, 4) for name in "qkv"}}
 PAGED: Change = {"q": ones(2, 1, 2, 4), "k": ones(3, 2, 2, 4), "v": ones(3, 2, 2, 4)}
@@ -77,9 +77,9 @@ WRONG: tuple[tuple[Callable[..., Any], Change, Wrong], ...] = (
     (
         tpa_decode,
         FACTORS,
-        ({CACHE: integers(7)}, ArgumentError, CACHE, "between 0 and M = 6", "7"),
+        ({USED: integers(7)}, ArgumentError, USED, "between 0 and M = 6", "7"),
     ),
-    (tpa_decode, FACTORS, ({CACHE: integers(-1)}, ArgumentError, CACHE, "between 0", "-1")),
+    (tpa_decode, FACTORS, ({USED: integers(-1)}, ArgumentError, USED, "between 0", "-1")),
     (
         linear_attention,
         PACKED,

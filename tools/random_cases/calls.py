@@ -519,8 +519,8 @@ def _tpa_decode(draft: _Draft) -> None:
     keys = draft.length("M", min(room, draft.room("products", PRODUCTS, batch * heads * tokens)))
     draft.constant = draft.constant or draft.recorded
     _factors(draft, batch, tokens, keys, heads, features, 256)
-    if draft.flag("cache_seqlens", compiled=2):
-        draft.used_keys("cache_seqlens", batch, keys, ("ak", "av", "bk", "bv"))
+    if draft.flag("seqused_k", compiled=2):
+        draft.used_keys("seqused_k", batch, keys, ("ak", "av", "bk", "bv"))
     draft.optional("strategy", (None, None, None, "batch", "batch_head", "split_kv"), compiled=1)
 
 

@@ -322,7 +322,7 @@ class FactorCache(TokenCache):
     """Factors of the keys and values that a `TensorProductAttention` layer has seen.
 
     They are ``R·(H + D)`` numbers a token instead of ``H·D``, twice. Capacity, lengths and errors are those of
-    `TokenCache`; `seqlens` is the ``cache_seqlens`` of `warploom.tpa_decode`.
+    `TokenCache`; `seqlens` is the ``seqused_k`` of `warploom.tpa_decode`.
 
     Example:
         ```python

@@ -123,7 +123,7 @@ class TensorProductAttention(nn.Module):
         else:
             ak, av, bk, bv = held
             lengths = cache.seqlens  # type: ignore[union-attr]
-            values = tpa_decode(aq, ak, av, bq, bk, bv, cache_seqlens=lengths, backend=self.backend)
+            values = tpa_decode(aq, ak, av, bq, bk, bv, seqused_k=lengths, backend=self.backend)
         return self.out(values.flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

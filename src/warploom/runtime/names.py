@@ -28,7 +28,6 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("return_attn_probs", "return_lse", "the second result is the logarithm of each row's sum"),
     ("return_softmax_lse", "return_lse", "the second result is the logarithm of each row's sum"),
     ("cache_seqlens", "seqused_k", "keys of each batch entry, new ones included"),
-    ("seqused_k", "cache_seqlens", "valid entries of the cache, new ones included"),
     ("page_table", "block_table", "pages of each batch entry"),
     ("cu_seqlens", "cu_seqlens_q", "bounds of packed queries, and of keys where there are as many"),
     ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences"),

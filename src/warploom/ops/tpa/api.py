@@ -120,7 +120,7 @@ def tpa_decode(
     scale_q: float | None = None,
     scale_k: float | None = None,
     scale_v: float | None = None,
-    cache_seqlens: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     strategy: Strategy = "auto",
     backend: Backend = "auto",
     **_unknown: Never,
@@ -147,7 +147,7 @@ def tpa_decode(
         scale_q: Factor of the queries; ``1 / Rq`` by default, 1 without ``aq``.
         scale_k: Factor of the keys; ``1 / Rk`` by default.
         scale_v: Factor of the values; ``1 / Rv`` by default.
-        cache_seqlens: ``(B,)`` int32 or int64, how many entries of the cache are valid for each batch entry, new
+        seqused_k: ``(B,)`` int32 or int64, how many entries of the cache are valid for each batch entry, new
             tokens included, from 0 to ``M``; all ``M`` by default. On a GPU, where they are not checked, more than
             ``M`` counts as ``M``, and less than 0 as 0. What lies behind the valid entries is never looked at.
         strategy: How the kernels share the work: ``batch`` (one program per batch entry, all heads),
@@ -177,7 +177,7 @@ def tpa_decode(
         aq, bq = torch.randn(2, 1, 8, 6), torch.randn(2, 1, 6, 64)  # a new token, queries of rank 6
         ak, av = torch.randn(2, 2, 256, 8)  # a cache of rank one with room for 256 tokens
         bk, bv = torch.randn(2, 2, 256, 64)
-        out = tpa_decode(aq, ak, av, bq, bk, bv, cache_seqlens=torch.tensor([200, 37]))
+        out = tpa_decode(aq, ak, av, bq, bk, bv, seqused_k=torch.tensor([200, 37]))
         print(out.shape)  # torch.Size([2, 1, 8, 64])
         ```
     """
@@ -185,7 +185,7 @@ def tpa_decode(
         refuse_unknown(tpa_decode, _others, _unknown)
     aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (strategy, scale, scale_q, scale_k, scale_v)
-    return _decode(backend, DecodeInputs(aq, ak, av, bq, bk, bv, cache_seqlens), options)  # type: ignore[no-any-return]
+    return _decode(backend, DecodeInputs(aq, ak, av, bq, bk, bv, seqused_k), options)  # type: ignore[no-any-return]
 
 
 def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, backend: str) -> Tensor:
@@ -216,11 +216,11 @@ def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, ba
 
 
 def _decode_in_torch(inputs: DecodeInputs, _: int, call: ValidatedCall, backend: str) -> Tensor:
-    aq, ak, av, bq, bk, bv, cache_seqlens = inputs
+    aq, ak, av, bq, bk, bv, seqused_k = inputs
     options: DecodeOptions = call.options
     scales: dict[str, Any] = options._asdict()
     del scales["strategy"]  # which is of the kernels
-    out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales, cache_seqlens=cache_seqlens)
+    out = reference.tpa_decode(aq, ak, av, bq, bk, bv, **scales, seqused_k=seqused_k)
     return reorder_like(bq if aq is None else aq, out)
 
 

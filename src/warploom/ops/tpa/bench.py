@@ -59,14 +59,14 @@ def _options(case: Case) -> Inputs:
 def decode_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
     """Inputs of a decode case: those of `_factors`, ``m`` cache entries, ``tokens`` new ones (1).
 
-    Further keys: ``cache_seqlens`` (``random``, or a list), ``strategy`` and the scales.
+    Further keys: ``seqused_k`` (``random``, or a list), ``strategy`` and the scales.
     """
     inputs = _factors(case, case.get("tokens", 1), case["m"], device, generator) | _options(case)
-    lengths = case.get("cache_seqlens")
+    lengths = case.get("seqused_k")
     if lengths == "random":
-        inputs["cache_seqlens"] = torch.randint(0, case["m"] + 1, (case["batch"],), generator=generator).to(device)
+        inputs["seqused_k"] = torch.randint(0, case["m"] + 1, (case["batch"],), generator=generator).to(device)
     elif lengths is not None:
-        inputs["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        inputs["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     return inputs
 
 
@@ -94,11 +94,11 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"dtype": "bfloat16", "heads": 4, "head_dim": 24, "rank": 5},
     {"dtype": "float16", "kv_rank": 2, "value_dim": 20},
-    {"kv_rank": 3, "v_rank": 1, "tokens": 2, "cache_seqlens": "random"},
-    {"batch": 3, "kv_rank": 1, "v_rank": 4, "cache_seqlens": [0, 37, 1], "tokens": 3},
+    {"kv_rank": 3, "v_rank": 1, "tokens": 2, "seqused_k": "random"},
+    {"batch": 3, "kv_rank": 1, "v_rank": 4, "seqused_k": [0, 37, 1], "tokens": 3},
     {"batch": 1, "m": 300, "strategy": "split_kv", "heads": 2},
-    {"m": 520, "strategy": "split_kv", "heads": 1, "cache_seqlens": [513, 129], "dtype": "bfloat16"},
-    {"m": 300, "strategy": "batch", "heads": 2, "cache_seqlens": "random", "layout": "bhn"},
+    {"m": 520, "strategy": "split_kv", "heads": 1, "seqused_k": [513, 129], "dtype": "bfloat16"},
+    {"m": 300, "strategy": "batch", "heads": 2, "seqused_k": "random", "layout": "bhn"},
     {"strategy": "batch_head", "heads": 19, "tokens": 2},
     {"batch": 1, "heads": 31, "rank": 17, "head_dim": 129, "value_dim": 63, "m": 19},
     {"batch": 1, "kv_rank": 16, "m": 21, "heads": 2},
@@ -110,7 +110,7 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     {"m": 5, "tokens": 2, "heads": 12, "rank": 0, "head_dim": 255, "kv_rank": 1, "v_rank": 2, "dtype": "bfloat16"},
     # What the kernel for Hopper takes.
     {"m": 300, "heads": 8, "head_dim": 64, "kv_rank": 2, "strategy": "split_kv", "dtype": "bfloat16"}
-    | {"cache_seqlens": "random"},
+    | {"seqused_k": "random"},
     {"m": 70, "heads": 16, "head_dim": 40, "value_dim": 64, "dtype": "float16"},
     # Logits so large that weights take all their bits.
     {"m": 31, "heads": 12, "head_dim": 96, "value_dim": 64, "kv_rank": 2, "scale": 2.0},

@@ -89,7 +89,7 @@ class DecodeInputs(NamedTuple):
     bq: Tensor
     bk: Tensor
     bv: Tensor
-    cache_seqlens: Tensor | None
+    seqused_k: Tensor | None
 
     @property
     def factors(self) -> Factors:

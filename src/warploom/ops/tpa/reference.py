@@ -74,14 +74,14 @@ def tpa_decode(
     scale_q: float | None = None,
     scale_k: float | None = None,
     scale_v: float | None = None,
-    cache_seqlens: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
-    if cache_seqlens is not None:
-        ak, bk, av, bv = (only_valid(factor, cache_seqlens) for factor in (ak, bk, av, bv))
+    if seqused_k is not None:
+        ak, bk, av, bv = (only_valid(factor, seqused_k) for factor in (ak, bk, av, bv))
     q = rounded(queries(aq, bq, scale_q), bq.dtype)
     k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
-    return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, cache_seqlens)).to(bq.dtype)
+    return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, seqused_k)).to(bq.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -132,10 +132,10 @@ def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     return out - (lse - lse.detach()) * rounding
 
 
-def only_valid(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
+def only_valid(factor: Tensor, seqused_k: Tensor) -> Tensor:
     """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
     entry = torch.arange(factor.shape[1], device=factor.device)
-    valid = entry < cache_seqlens[:, None]
+    valid = entry < seqused_k[:, None]
     return torch.where(valid.view(*valid.shape, *[1] * (factor.dim() - 2)), factor, 0)
 
 
@@ -144,14 +144,14 @@ def only_valid(factor: Tensor, cache_seqlens: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def visible_in_decode(q: Tensor, k: Tensor, cache_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def visible_in_decode(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """The queries are the last N valid entries, and see those before them and themselves.
 
     More than M valid entries count as M, and fewer than none as none.
     """
     tokens, keys = q.shape[1], k.shape[1]
     query = torch.arange(tokens, device=q.device)[None]
-    length = keys if cache_seqlens is None else cache_seqlens[:, None].long().clamp(0, keys)
+    length = keys if seqused_k is None else seqused_k[:, None].long().clamp(0, keys)
     return torch.zeros_like(query), length - tokens + query + 1
 
 

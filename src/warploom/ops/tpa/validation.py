@@ -51,16 +51,16 @@ def check_decode(name: str, inputs: DecodeInputs, options: tuple[Any, ...], _: i
         inputs: Its tensors.
         options: strategy and the four scales.
     """
-    aq, ak, av, bq, bk, bv, cache_seqlens = inputs
+    aq, ak, av, bq, bk, bv, seqused_k = inputs
     strategy, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _fill_scales(name, aq, sizes, given)
     if strategy not in STRATEGIES:
         raise fault(ArgumentError, name, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
-    if cache_seqlens is not None:
-        _check_lengths(name, "cache_seqlens", cache_seqlens, bq)
-        if tuple(cache_seqlens.shape) != (sizes.batch,):
-            raise fault(ShapeError, name, "cache_seqlens", f"(B,) with B = {sizes.batch}", shape_of(cache_seqlens))
+    if seqused_k is not None:
+        _check_lengths(name, "seqused_k", seqused_k, bq)
+        if tuple(seqused_k.shape) != (sizes.batch,):
+            raise fault(ShapeError, name, "seqused_k", f"(B,) with B = {sizes.batch}", shape_of(seqused_k))
     if torch.is_grad_enabled():
         factors = {"aq": aq, "ak": ak, "av": av, "bq": bq, "bk": bk, "bv": bv}
         for argument in (a for a, factor in factors.items() if factor is not None and factor.requires_grad):
@@ -76,7 +76,7 @@ def check_values(name: str, inputs: AttentionInputs) -> None:
 
 def check_cache_values(name: str, inputs: DecodeInputs) -> None:
     """Checks what tensors of a valid call for decoding hold."""
-    check_lengths(name, "cache_seqlens", inputs.cache_seqlens, inputs.ak.shape[1])
+    check_lengths(name, "seqused_k", inputs.seqused_k, inputs.ak.shape[1])
 
 
 class _Sizes(NamedTuple):

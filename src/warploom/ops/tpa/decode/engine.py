@@ -75,7 +75,7 @@ def decode(inputs: DecodeInputs, options: DecodeOptions, plans: Plans) -> Tensor
 
     ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
-    bq, lengths = inputs.bq, inputs.cache_seqlens
+    bq, lengths = inputs.bq, inputs.seqused_k
     aligned = are_aligned(inputs.ak, inputs.av, inputs.bk, inputs.bv)
     plan = plans.get("decode", plan_decode, inputs, options)[aligned]
     out = plan.out.empty(bq)
@@ -89,7 +89,7 @@ def decode(inputs: DecodeInputs, options: DecodeOptions, plans: Plans) -> Tensor
 def plan_decode(inputs: DecodeInputs, options: DecodeOptions) -> tuple[DecodePlan, DecodePlan]:
     """Plans a call for a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(inputs, options, on_hopper=False)
-    if options.strategy == "batch_head" or not hopper.suit(inputs.factors.ranked(), inputs.cache_seqlens):
+    if options.strategy == "batch_head" or not hopper.suit(inputs.factors.ranked(), inputs.seqused_k):
         return everywhere, everywhere
     return everywhere, _plan_kernels(inputs, options, on_hopper=True)
 
@@ -100,7 +100,7 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
     batch, tokens, keys, heads, values = *bq.shape[:2], *ak.shape[1:3], bv.shape[3]
     out = layout_of(bq if aq is None else aq, values)
     scales = options.scale * options.scale_k * logit_unit(bq.dtype), options.scale_q, options.scale_v
-    lengths_stride = 0 if inputs.cache_seqlens is None else inputs.cache_seqlens.stride(0)
+    lengths_stride = 0 if inputs.seqused_k is None else inputs.seqused_k.stride(0)
     entry_bytes = keys * sum(math.prod(f.shape[2:]) * f.element_size() for f in (ak, av, bk, bv))
     tile = row_tile(factors, options.strategy)
     tiles = batch if on_hopper else batch * tile.blocks(heads, tokens)
@@ -119,7 +119,7 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
     combine = Launch(
         combine_kernel,
         batch * -(-tokens * heads // COMBINE_ROWS),
-        takes=("partial", "statistics", "cache_seqlens", "out"),
+        takes=("partial", "statistics", "seqused_k", "out"),
         num_warps=2,
         pdl=pdl,
         sizes=DecodeSizes(tokens, keys, spans, lengths_stride),

@@ -30,7 +30,7 @@ def _flops(inputs: DecodeInputs, options: DecodeOptions) -> int:
 
 OPERATOR = CustomOperator(
     name="tpa_decode",
-    tensors=f"{FACTORS}, Tensor? cache_seqlens",
+    tensors=f"{FACTORS}, Tensor? seqused_k",
     options="str strategy, float scale, float scale_q, float scale_k, float scale_v",
     num_results=1,
     inputs_type=DecodeInputs,

@@ -32,7 +32,7 @@ RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruc
 
 
 class SpanSizes(NamedTuple):
-    """Sizes of a call, and the stride of cache_seqlens."""
+    """Sizes of a call, and the stride of seqused_k."""
 
     lengths_stride: gl.int32
     units: gl.int32  # spans of all batch entries
@@ -81,7 +81,7 @@ class Copies(NamedTuple):
     bv_desc: gl.tensor
     a: Ring  # head factors (BLOCK_M, ROWS · R)
     b: Ring  # feature factors (BLOCK_M, BLOCK), a tile for each rank
-    cache_seqlens: gl.tensor | None
+    seqused_k: gl.tensor | None
     sizes: SpanSizes
 
 
@@ -108,7 +108,7 @@ class DecodeProgram(NamedTuple):
     waiting: SpanSoftmax  # of each level of the tree
     a: Ring
     b: Ring
-    cache_seqlens: gl.tensor | None
+    seqused_k: gl.tensor | None
     sizes: SpanSizes
     out_strides: TokenFeatureStrides
     scales: DecodeScales
@@ -124,12 +124,12 @@ def chunk_length(length, chunks):
 
 
 @gluon.jit
-def span_of(unit, cache_seqlens, sizes, CHUNKS: gl.constexpr):
+def span_of(unit, seqused_k, sizes, CHUNKS: gl.constexpr):
     """Returns batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
     batch = unit // sizes.spans
     length = sizes.keys
-    if cache_seqlens is not None:
-        length = gl.load(cache_seqlens + batch.to(gl.int64) * sizes.lengths_stride)
+    if seqused_k is not None:
+        length = gl.load(seqused_k + batch.to(gl.int64) * sizes.lengths_stride)
         length = gl.maximum(gl.minimum(length, sizes.keys), 0).to(gl.int32)
     chunk = chunk_length(length, CHUNKS)
     first = sizes.keys * 0
@@ -149,7 +149,7 @@ def copy_spans(config: gl.constexpr, copies):
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, _ = span_of(unit, copies.cache_seqlens, sizes, CHUNKS)
+        batch, first, end, _ = span_of(unit, copies.seqused_k, sizes, CHUNKS)
         for start in range(first, end, BLOCK_M):
             copy_tile(copies.ak_desc, batch, 0, start, a, a_count)
             for r in gl.static_range(R):
@@ -305,7 +305,7 @@ def attend_spans(config: gl.constexpr, call):
     a_count = 0
     b_count = 0
     for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, chunk = span_of(unit, call.cache_seqlens, sizes, CHUNKS)
+        batch, first, end, chunk = span_of(unit, call.seqused_k, sizes, CHUNKS)
         if config.WHOLE or first < end:
             query_tile(call.queries, batch, scales.q, H, config.RQ, config.D, LAYOUT)
             softmax = SpanSoftmax(none, none_max, none_sum)
@@ -386,12 +386,12 @@ def attend_spans(config: gl.constexpr, call):
                 gl.store(call.statistics + slot * (2 * H) + H + h, row_sum, mask=h < H)
 
 
-POINTERS = ["aq", "bq", "cache_seqlens", "out"]
+POINTERS = ["aq", "bq", "seqused_k", "out"]
 
 
 @gluon.jit(do_not_specialize_on_alignment=POINTERS)
 def hopper_decode_kernel(
-    ak_desc, av_desc, bk_desc, bv_desc, aq, bq, cache_seqlens, out, partial, statistics,
+    ak_desc, av_desc, bk_desc, bv_desc, aq, bq, seqused_k, out, partial, statistics,
     sizes: SpanSizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides,
     scales: DecodeScales, config: gl.constexpr,
 ):  # fmt: skip
@@ -425,9 +425,9 @@ def hopper_decode_kernel(
     a = new_ring(a_tiles, config.A_STAGES, 1)
     b = new_ring(b_tiles, config.B_STAGES, 1)
     fence_async_shared()
-    copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, cache_seqlens, sizes)
+    copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, seqused_k, sizes)
     queries = QueryTiles(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
     call = DecodeProgram(
-        queries, out, partial, statistics, w_tiles, waiting, a, b, cache_seqlens, sizes, out_strides, scales
+        queries, out, partial, statistics, w_tiles, waiting, a, b, seqused_k, sizes, out_strides, scales
     )
     gl.warp_specialize([(attend_spans, (config, call)), (copy_spans, (config, copies))], [1], [24])

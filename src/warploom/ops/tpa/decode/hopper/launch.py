@@ -124,7 +124,7 @@ def plan(
     return Launch(
         hopper_decode_kernel,
         min(multiprocessors(bq.device), units),
-        takes=("out", "partial", "statistics", "aq", "ak_desc", "av_desc", "bq", "bk_desc", "bv_desc", "cache_seqlens"),
+        takes=("out", "partial", "statistics", "aq", "ak_desc", "av_desc", "bq", "bk_desc", "bv_desc", "seqused_k"),
         ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
         sizes=SpanSizes(lengths_stride, units, keys, spans, span_chunks),
         aq_strides=TokenHeadStrides(*aq_bhr), bq_strides=TokenFeatureStrides(*bq_brf),

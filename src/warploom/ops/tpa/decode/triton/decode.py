@@ -62,7 +62,7 @@ class ChunkLengths(NamedTuple):
 
 
 class DecodeSizes(NamedTuple):
-    """Sizes of a call, and the stride of cache_seqlens."""
+    """Sizes of a call, and the stride of seqused_k."""
 
     tokens: tl.int32
     keys: tl.int32
@@ -173,12 +173,12 @@ def chunk_length(length, chunks):
 
 
 @triton.jit
-def valid_keys(cache_seqlens, batch, lengths_stride, keys):
+def valid_keys(seqused_k, batch, lengths_stride, keys):
     """Returns how many keys of the cache a batch entry may look at (int32)."""
-    if cache_seqlens is None:
+    if seqused_k is None:
         length = keys
     else:
-        length = tl.load(cache_seqlens + batch.to(tl.int64) * lengths_stride)
+        length = tl.load(seqused_k + batch.to(tl.int64) * lengths_stride)
         length = tl.maximum(tl.minimum(length, keys), 0).to(tl.int32)
     return length
 
@@ -412,7 +412,7 @@ def spread(p, factors, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def decode_kernel(
-    ak, av, bk, bv, aq, bq, cache_seqlens, out, partial, statistics,
+    ak, av, bk, bv, aq, bq, seqused_k, out, partial, statistics,
     sizes: DecodeSizes, strides: DecodeStrides, scales: DecodeScales,
     config: tl.constexpr,
 ):  # fmt: skip
@@ -438,7 +438,7 @@ def decode_kernel(
     row_block = program % row_blocks  # neighbours share the cache they read
     span = program // row_blocks % spans
     batch = program // row_blocks // spans
-    length = valid_keys(cache_seqlens, batch, sizes.lengths_stride, sizes.keys)
+    length = valid_keys(seqused_k, batch, sizes.lengths_stride, sizes.keys)
     chunk = chunk_length(length, CHUNKS)
     first = span * 0
     end = length
@@ -558,7 +558,7 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial, statistics, cache_seqlens, out, sizes: DecodeSizes, out_strides: FeatureStrides, scale_v: tl.float32,
+    partial, statistics, seqused_k, out, sizes: DecodeSizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
     CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -575,7 +575,7 @@ def combine_kernel(
     row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     mask = row < parts.rows
     e = tl.arange(0, BLOCK_E)[None, :]
-    length = valid_keys(cache_seqlens, batch, sizes.lengths_stride, sizes.keys)
+    length = valid_keys(seqused_k, batch, sizes.lengths_stride, sizes.keys)
     count = tl.cdiv(length, chunk_length(length, CHUNKS) * WIDTH)
     slot = batch.to(tl.int64) * sizes.spans
     dtype: tl.constexpr = out.dtype.element_ty
