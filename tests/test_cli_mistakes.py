@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from full_disk import room_for
 
 from warploom.bench import records, runner, storage
 from warploom.bench.records import Record
@@ -286,18 +286,6 @@ def test_an_interval_without_percentiles_is_everything(capsys: pytest.CaptureFix
 
 
 # Disks and signals
-
-
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file grows beyond a size here, as on a disk that is nearly full."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_known_before_anything_is_measured(

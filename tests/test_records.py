@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toy
+from full_disk import room_for
 
 from warploom.bench import environment, records
 from warploom.bench.environment import describe_environment, environment_id
@@ -57,25 +59,36 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_cut_off_and_nothing_before_it_is_written_again(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
     written = [replace(RECORD, provider=f"p{number}") for number in range(300)]
     records.append(tmp_path, written)
     file = tmp_path / records.RECORDS
     with file.open("ab") as torn:
         torn.write(b"x" * 200_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # as on a full disk
-    try:
-        with pytest.raises(WarploomError, match=r"records.jsonl: cannot be written: File too large"):
-            records.append(tmp_path, [RECORD])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    full = pytest.raises(WarploomError, match=r"records.jsonl: cannot be written: File too large")
+    with room_for(8192), full:
+        records.append(tmp_path, [RECORD])
     assert records.load([tmp_path]) == written
     records.append(tmp_path, [RECORD])
     assert records.load([tmp_path]) == [*written, RECORD]
     file.write_bytes(b"torn")
     records.append(tmp_path, [RECORD])
     assert records.load([tmp_path]) == [RECORD]
+
+
+def test_an_import_on_a_full_disk_leaves_no_half_of_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "long_module.py"
+    source.write_text(f"TEXT = {'x' * 10_000!r}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    with room_for(100):
+        importlib.import_module("long_module")
+    assert not list(tmp_path.rglob("*.pyc"))
+    del sys.modules["long_module"]
+    importlib.import_module("long_module")
+    assert list(tmp_path.rglob("*.pyc"))
 
 
 def test_several_processes_write_into_one_folder(tmp_path: Path) -> None:
