@@ -23,6 +23,9 @@ from warploom.distributed import (
     unshard_sequence,
 )
 
+NOT_A_MESH = (warploom.DtypeError, "mesh must be a DeviceMesh")
+ONE_DIMENSION = (warploom.ArgumentError, r'mesh must be of one dimension, such as mesh\["cp"\]; got 2 dimensions')
+
 
 def refused(error, text, call):
     with pytest.raises(error, match=text):
@@ -246,19 +249,14 @@ def check_meshes_that_are_not_of_one_dimension(world):
         lambda: unshard_sequence(q, mesh),
         lambda: local_position_ids(8, mesh),
     ):
-        refused(
-            warploom.ArgumentError, r'mesh must be of one dimension, such as mesh\["cp"\]; got 2 dimensions', call
-        )
+        refused(*ONE_DIMENSION, call)
     part = shard_sequence(q, mesh["cp"])
     assert torch.equal(unshard_sequence(part, mesh["cp"]), q)
 
 
-ONE_DIMENSION = (warploom.ArgumentError, r'mesh must be of one dimension, such as mesh\["cp"\]; got 2 dimensions')
-
-
 def check_a_wrong_mesh_on_one_rank(world):
-    """The last rank knows no group: those that wait for it find its error, and only they refuse."""
-    every, rank = mesh_of(world), dist.get_rank()
+    """The last rank knows no group: those that wait for it name it and its error, in the end."""
+    rank, odd = dist.get_rank(), world - 1
     grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
     q, k, v = draw(*[(1, 8, 2, 4)] * 3)
     calls = (
@@ -266,16 +264,15 @@ def check_a_wrong_mesh_on_one_rank(world):
         lambda mesh: context_parallel_linear_attention(q, k, v, mesh),
         lambda mesh: unshard_sequence(q, mesh),
     )
-    not_a_mesh = (warploom.DtypeError, "mesh must be a DeviceMesh")
-    for call in calls:
-        for right in (every, grid["cp"]):
-            for wrong, error in ((grid, ONE_DIMENSION), ("cpu", not_a_mesh)):
-                if world - 1 in right.mesh:
-                    refused(*error, lambda: call(wrong if rank == world - 1 else right))  # noqa: B023
-                else:
-                    call(right)
-                    dist.barrier()
-    attention_case(world, causal=True)  # and the next call is right
+    for call, (wrong, error) in zip(calls, ((grid, ONE_DIMENSION), ("cpu", NOT_A_MESH), (grid, ONE_DIMENSION))):
+        right = short_mesh(world)
+        if rank == odd:
+            refused(*error, lambda: call(wrong))  # noqa: B023
+        else:
+            named = rf"no call of a new kind on ranks \[{odd}\] for 1 s; rank {odd} refused one: .*{error[1]}"
+            with waiting(agreement._agreements_of(right.get_group()), 1.0):
+                refused(warploom.ArgumentError, named, lambda: call(right))  # noqa: B023
+    attention_case(world, causal=True)  # and the next call of others is right
 
 
 def check_a_rank_that_is_late_is_awaited(world):
@@ -299,11 +296,11 @@ def check_what_one_rank_compiles_wrong_all_refuse(world):
         (attend, {"k": k.to("meta")}, {}, warploom.DeviceError, "k must be on the device of q"),
         (attend, {"k": k[:, :7]}, {}, warploom.ShapeError, "v must be .* M = 7"),
         (attend, {"layout": "ring"}, {}, warploom.ArgumentError, "layout must be one of"),
-        (attend, {"mesh": grid}, {"return_lse": True}, *ONE_DIMENSION),
+        (attend, {}, {"mesh": grid, "return_lse": True}, *ONE_DIMENSION),
         (attend, {"cu_seqlens": cu(16).float()}, {"cu_seqlens": cu(16)}, warploom.DtypeError, "cu_seqlens must be"),
         (linear, {"k": k.to("meta")}, {"return_state": True}, warploom.DeviceError, "k must be on the device of q"),
         (linear, {"encoding": "no"}, {}, warploom.ArgumentError, "linear_attention: encoding must be"),
-        (linear, {"mesh": grid}, {}, *ONE_DIMENSION),
+        (linear, {}, {"mesh": grid}, *ONE_DIMENSION),
     )  # fmt: skip
     for options in ({"fullgraph": True}, {"fullgraph": True, "dynamic": True}, {}):
         for function, wrong, right, error, text in cases:

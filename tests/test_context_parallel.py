@@ -94,7 +94,7 @@ def test_messages_that_all_have_read_are_deleted() -> None:
     ranks = agreements_of(3)
     draw = random.Random(seed())
     for _ in range(50):
-        messages = [agreement.Message(0, length, "attend", "a call") for length in draw.sample(range(9), 3)]
+        messages = [agreement.Message(length, "attend", "a call") for length in draw.sample(range(9), 3)]
         for rank in draw.sample(range(3), 3):
             ranks[rank].write(messages[rank])
         for rank in draw.sample(range(3), 3):

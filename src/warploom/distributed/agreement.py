@@ -6,7 +6,9 @@ refuses the call with, and reads what the others wrote. Later calls of that kind
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` ranks compare every call.
 
 A rank that refuses a call of a kind that the others know raises its error alone. They wait for its tokens, as in
-any collective that a rank does not enter, and find the error in the store in their next call of a new kind.
+any collective that a rank does not enter, and find the error in the store in their next call of a new kind. One
+whose mesh is wrong does not know for whom to write its error: those that wait for it raise theirs, with its text,
+after the timeout of the store.
 
 Ranks must agree on what they know, and a part does not always tell how long the whole is: of 64 and of 65 tokens
 the first of two ranks has 32. Calls on wholes that only some ranks can tell apart are compared every time.
@@ -51,7 +53,6 @@ class Agreed(NamedTuple):
 class Message(NamedTuple):
     """A rank's message about a call, with the length of its part."""
 
-    lost: int  # the number of errors that this rank has raised in calls whose group it did not know
     length: int
     name: str  # the function, or the error that the rank refuses the call with
     text: str
@@ -64,9 +65,6 @@ class Agreements:
         group: The ranks.
     """
 
-    lost = 0
-    """The number of errors that this rank has raised in calls whose group it did not know."""
-
     def __init__(self, group: Any) -> None:
         self.group, self.store = group, _store()
         self.kinds: dict[tuple[Any, ...], Agreed] = {}
@@ -74,7 +72,6 @@ class Agreements:
         # A store may outlive a group, and have another of the same name.
         self._prefix = f"{name}/{self.store.add(f'{name}/{group.rank()}', 1)}"
         self._number = self._deleted = 0  # exchanges
-        self._lost = [0] * group.size()  # on every rank, when it wrote its last message here
         self._unread = False  # this rank wrote a message and did not read the others'
         self._wholes: dict[tuple[int, int], Lengths] = {}  # by rank and length of its part
         self._ambiguous: set[Lengths] = set()
@@ -104,12 +101,9 @@ class Agreements:
 
     def write(self, message: Message) -> None:
         """Write this rank's message of the next exchange."""
-        self._unread, text = True, json.dumps(message)
-        while True:
-            self._number += 1
-            if self.store.compare_set(self._key(self.group.rank()), "", text) == text.encode():
-                return
-            # Others wrote the error that this rank raised without knowing its group: see `_forward_errors`.
+        self._unread = True
+        self._number += 1
+        self.store.set(self._key(self.group.rank()), json.dumps(message))
 
     def read(self, function: str) -> list[Message]:
         """Wait for the messages of all ranks, and return them.
@@ -117,48 +111,34 @@ class Agreements:
         Raises:
             ArgumentError: A rank has written nothing for as long as the store waits.
         """
-        keys = self._keys()
-        self._wait(lambda: self.store.check(keys), function, forward=True)
-        found = [Message(*json.loads(text)) for text in self.store.multi_get(keys)]
+        self._wait(function)
+        found = [Message(*json.loads(text)) for text in self.store.multi_get(self._keys())]
         for number in range(self._deleted + 1, self._number):  # all ranks have read those
             self.store.delete_key(self._key(self.group.rank(), number))
         self._deleted, self._unread = self._number - 1, False
-        self._lost = [message.lost for message in found]
         return found
 
     def await_others(self, function: str) -> None:
         """Wait for the others where this rank wrote a message, and raised an error: they may be at another call."""
         if self._unread:
-            keys, later = self._keys(), [self._key(self.group.rank(), self._number + 1)]
-            self._wait(lambda: self.store.check(keys) or self.store.check(later), function)
+            self._wait(function)
             self._unread = False
 
-    def _wait(self, is_over: Callable[[], bool], function: str, *, forward: bool = False) -> None:
-        """Look at the store until something is there."""
-        seconds = self.store.timeout.total_seconds()
+    def _wait(self, function: str) -> None:
+        """Look at the store until the messages of all ranks are there."""
+        keys, seconds = self._keys(), self.store.timeout.total_seconds()
         pause, end = 1e-4, time.monotonic() + seconds
-        while not is_over():
+        while not self.store.check(keys):
             if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(self._keys()) if not self.store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 got = f"no call of a new kind on ranks {missing} for {seconds:.0f} s"
+                for rank in missing:
+                    refused = _refused_key(dist.get_global_rank(self.group, rank))
+                    if self.store.check([refused]):
+                        got += f"; rank {rank} refused one: {self.store.get(refused).decode()}"
                 raise fault(ArgumentError, function, "a call", "the same on every rank", got)
-            if forward and pause == LONGEST_PAUSE:
-                self._forward_errors()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _forward_errors(self) -> None:
-        """Write the messages of ranks that refused a call without knowing the group that others wait in.
-
-        Where this rank refused a call so too, all may have.
-        """
-        with_all = Agreements.lost - self._lost[self.group.rank()]
-        for rank, key in enumerate(self._keys()):
-            error = _error_key(dist.get_global_rank(self.group, rank))
-            if self.store.check([error]):
-                text = self.store.get(error).decode()
-                if Message(*json.loads(text)).lost > self._lost[rank] + with_all:
-                    self.store.compare_set(key, "", text)
 
     def _keys(self) -> list[str]:
         return [self._key(rank) for rank in range(self.group.size())]
@@ -172,7 +152,7 @@ def _store() -> Any:
     return _c10d._get_default_store()
 
 
-def _error_key(rank: int) -> str:
+def _refused_key(rank: int) -> str:
     """Returns where a rank writes its last error in a call whose group it did not know."""
     return f"warploom/refused/{rank}"
 
@@ -221,7 +201,7 @@ def agree(
     if agreed is None:
         words = {**call, "layout": layout, "cu_seqlens": shown(read)}
         text = " ".join(f"{name}={value}" for name, value in words.items())
-        ranks.write(Message(Agreements.lost, length, function, text))
+        ranks.write(Message(length, function, text))
         lengths = _compare(function, group.rank(), ranks.read(function))
         bounds = close_bounds(function, read, sum(lengths), tail=tail)
         check_lengths(function, argument, lengths, chunks_of(bounds, group.size(), layout).lengths, layout)
@@ -313,7 +293,7 @@ def _(result: Tensor, group: str, kind: str, function: str, text: str) -> Tensor
 
 
 def _write_error(name: str, kind: str, function: str, text: str) -> str:
-    """Write an error for the ranks of a group, or for those that wait for this one where its name is empty.
+    """Write an error for the ranks of a group, or for those that wait in vain for this one where it has no name.
 
     Returns:
         Its text, of the function that was called in the place of the one that it calls.
@@ -322,8 +302,7 @@ def _write_error(name: str, kind: str, function: str, text: str) -> str:
     if name:
         ranks = _agreements_of(group_named(name))
         ranks.await_others(function)
-        ranks.write(Message(Agreements.lost, 0, kind, text))
+        ranks.write(Message(0, kind, text))
     elif dist.is_initialized():
-        Agreements.lost += 1
-        _store().set(_error_key(dist.get_rank()), json.dumps(Message(Agreements.lost, 0, kind, text)))
+        _store().set(_refused_key(dist.get_rank()), text)
     return text
