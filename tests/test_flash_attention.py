@@ -87,6 +87,7 @@ def test_one_packing_stands_for_both(backend: str, device: torch.device) -> None
     bounds = torch.tensor([0, 11, 30], device=device)
     strided = torch.stack((bounds, bounds + 1000), dim=1)[:, 0]
     both = flash_attention(**inputs, cu_seqlens_q=bounds, cu_seqlens_k=bounds, backend=backend)
+    assert torch.equal(flash_attention(**inputs, cu_seqlens=strided, backend=backend), both)
     assert torch.equal(flash_attention(**inputs, cu_seqlens_q=strided, backend=backend), both)
     assert torch.equal(flash_attention(**inputs, cu_seqlens_k=bounds, backend=backend), both)
 

@@ -109,6 +109,18 @@ def test_packed_sequences_are_one_batch_entry_of_as_many_keys_as_queries() -> No
     one |= {name: one[name][:, :4] for name in ("aq", "bq")}
     with pytest.raises(ShapeError, match="ak must be of as many keys"):
         tpa_attention(**one, cu_seqlens=bounds)
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q must be None with cu_seqlens, .*both forms"):
+        tpa_attention(**one, cu_seqlens=bounds, cu_seqlens_q=bounds)
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_k must be None or the tensor .*another tensor"):
+        tpa_attention(**one, cu_seqlens_q=bounds, cu_seqlens_k=bounds.clone())
+
+
+def test_bounds_of_queries_or_keys_are_those_of_both() -> None:
+    one, bounds = {name: value[:1] for name, value in factors().items()}, torch.tensor([0, 2, 4])
+    one |= {name: value[:, :4] for name, value in one.items()}
+    expected = tpa_attention(**one, cu_seqlens=bounds)
+    for names in (("cu_seqlens_q",), ("cu_seqlens_k",), ("cu_seqlens_q", "cu_seqlens_k")):
+        assert torch.equal(tpa_attention(**one, **dict.fromkeys(names, bounds)), expected)
 
 
 def test_whole_queries_have_the_heads_of_the_keys() -> None:

@@ -43,6 +43,7 @@ BOUNDS = (
     (integers(0, 7).int(), " = 6", "7"),
 )
 PACKING: tuple[tuple[Callable[..., Any], Change, str], ...] = (
+    (flash_attention, PACKED, "cu_seqlens"),
     (flash_attention, PACKED, "cu_seqlens_q"),
     (flash_attention, PACKED, "cu_seqlens_k"),
     (lrpe_rotate, ENCODED, "cu_seqlens"),

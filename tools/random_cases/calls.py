@@ -383,7 +383,7 @@ def _lrpe(draft: _Draft, paired: bool) -> None:
 
 def _flash_attention(draft: _Draft) -> None:
     draft.draw_dtype("float64")
-    packed = draft.choice("packed", ("no",) * 4 + ("queries", "keys", "both"), compiled=1)
+    packed = draft.choice("packed", ("no",) * 4 + ("queries", "keys", "both", "alike"), compiled=1)
     batch = 1 if packed != "no" else draft.batch()
     key_heads = draft.heads("Hkv", 8)
     heads = key_heads * draft.groups()
@@ -391,7 +391,7 @@ def _flash_attention(draft: _Draft) -> None:
     features = draft.features("D", most)
     values = draft.values(features, 0.7, most)
     elements = batch * max(heads, 1) * max(features, values)
-    tokens, keys = draft.lengths(batch, heads, elements, packed in ("queries", "keys"), 0.4)
+    tokens, keys = draft.lengths(batch, heads, elements, packed in ("queries", "keys", "alike"), 0.4)
     used = packed == "no" and draft.flag("seqused_k", 0.2, compiled=2)
     paged = used and draft.flag("block_table", 0.3, compiled=2)
     of_keys: _Shape = (batch, keys)
@@ -410,6 +410,8 @@ def _flash_attention(draft: _Draft) -> None:
         draft.packed("cu_seqlens_q", tokens, "q" if packed == "both" else "qkv")
     if packed in ("keys", "both"):
         draft.packed("cu_seqlens_k", keys, "kv" if packed == "both" else "qkv")
+    if packed == "alike":
+        draft.packed("cu_seqlens", tokens, "qkv")
     if used:
         draft.used_keys("seqused_k", batch, keys, "" if paged else "kv")
     if paged:
@@ -532,7 +534,8 @@ def _tpa_attention(draft: _Draft) -> None:
     tokens, keys = draft.lengths(batch, heads, batch * max(heads, features), packed, 0.5)
     _factors(draft, batch, tokens, keys, heads, features, 128 if draft.dtype == "float32" else 256)
     if packed:
-        draft.packed("cu_seqlens", tokens, ("aq", "ak", "av", "bq", "bk", "bv"))
+        name = draft.choice("bounds", ("cu_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), compiled=1)
+        draft.packed(name, tokens, ("aq", "ak", "av", "bq", "bk", "bv"))
     draft.optional("causal", (None, None, True, False), compiled=2)
 
 

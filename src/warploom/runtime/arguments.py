@@ -32,6 +32,19 @@ def check_tensor(function: str, argument: str, value: object, dtypes: tuple[torc
     return value
 
 
+def check_one_form(
+    function: str, cu_seqlens: object | None, cu_seqlens_q: object | None, cu_seqlens_k: object | None
+) -> None:
+    """Raise if bounds of packed sequences are given both for all and for queries or keys.
+
+    Raises:
+        ArgumentError: They are.
+    """
+    if cu_seqlens is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+        argument = "cu_seqlens_k" if cu_seqlens_q is None else "cu_seqlens_q"
+        raise fault(ArgumentError, function, argument, "None with cu_seqlens, which stands for both", "both forms")
+
+
 def as_python(value: Any) -> Any:
     """Returns a number of numpy's as Python's, in a tuple or NamedTuple too; all else as it is."""
     if isinstance(value, tuple):

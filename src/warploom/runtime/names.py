@@ -29,7 +29,6 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("return_softmax_lse", "return_lse", "the second result is the logarithm of each row's sum"),
     ("cache_seqlens", "seqused_k", "keys of each batch entry, new ones included"),
     ("page_table", "block_table", "pages of each batch entry"),
-    ("cu_seqlens", "cu_seqlens_q", "bounds of packed queries, and of keys where there are as many"),
     ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences"),
     ("cu_seqlens_k", "cu_seqlens", "bounds of packed sequences"),
     ("max_seqlen_q", "", "leave it out; no greatest length is needed"),

@@ -10,6 +10,7 @@ import torch
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.operator import OPERATOR
 from warploom.ops.flash_attention.validation import NAME, Precision, check, check_values
+from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
@@ -28,6 +29,7 @@ class _Arguments(TypedDict, total=False):
     window: Sequence[int | None] | None
     softcap: float | None
     sink: Tensor | None
+    cu_seqlens: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
@@ -59,6 +61,7 @@ def flash_attention(
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -85,10 +88,12 @@ def flash_attention(
         softcap: Logits ``z = scale · q kᵀ`` become ``softcap · tanh(z / softcap)``; above 0. None for no cap.
         sink: ``(Hq,)``, any float dtype: one more logit in the sum of every row of a head, without a value. It
             takes part in lse, and has a gradient.
-        cu_seqlens_q: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
-            of which attends to its own keys with its own alignment. Rows behind the last, as of padding to a fixed
-            size, become 0 with an lse of −inf, and so do their gradients, whatever they hold.
-        cu_seqlens_k: The same for the keys, ``c_S ≤ M``. If ``N = M``, either of the two stands for both.
+        cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each of
+            which attends to itself. Rows behind the last, as of padding to a fixed size, become 0 with an lse of
+            −inf, and so do their gradients, whatever they hold.
+        cu_seqlens_q: Bounds of the queries alone, where sequences attend to other keys, each with its own
+            alignment. Not with ``cu_seqlens``.
+        cu_seqlens_k: Bounds of the keys, ``c_S ≤ M``. If ``N = M``, either of the two stands for both.
         seqused_k: ``(B,)`` int32 or int64: batch entry ``b`` has its first ``seqused_k[b] ≤ M`` keys. What lies
             behind them is not read into a result, ``causal`` and ``window`` align with the last used key, and
             gradients there are 0. Not with packed sequences.
@@ -133,6 +138,9 @@ def flash_attention(
     """
     if _others or _unknown:
         refuse_unknown(flash_attention, _others, _unknown)
+    if cu_seqlens is not None:
+        check_one_form(NAME, cu_seqlens, cu_seqlens_q, cu_seqlens_k)
+        cu_seqlens_q = cu_seqlens_k = cu_seqlens
     q, k, v = cast_for_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)

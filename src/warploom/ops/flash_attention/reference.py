@@ -36,6 +36,7 @@ def flash_attention(
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    cu_seqlens: Bounds | None = None,
     cu_seqlens_q: Bounds | None = None,
     cu_seqlens_k: Bounds | None = None,
     seqused_k: Tensor | None = None,
@@ -57,6 +58,7 @@ def flash_attention(
     """
     left, right = window or (None, None)
     right = 0 if causal else right
+    cu_seqlens_q = cu_seqlens_q if cu_seqlens is None else cu_seqlens
     cu_seqlens_q, cu_seqlens_k = (
         cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,

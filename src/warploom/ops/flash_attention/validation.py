@@ -90,12 +90,18 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
 def check_values(name: str, tensors: Tensors) -> None:
     """Check what tensors of a valid call hold."""
     q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
-    check_bounds(name, "cu_seqlens_q", cu_seqlens_q, q.shape[1])
-    check_bounds(name, "cu_seqlens_k", cu_seqlens_k, k.shape[1], "M")
+    of_queries, of_keys = _names_of_bounds(cu_seqlens_q, cu_seqlens_k)
+    check_bounds(name, of_queries, cu_seqlens_q, q.shape[1])
+    check_bounds(name, of_keys, cu_seqlens_k, k.shape[1], "M")
     if seqused_k is not None:
         places = 1 if block_table is None else block_table.shape[1]
         check_lengths(name, "seqused_k", seqused_k, places * k.shape[1])
         check_pages(name, block_table, seqused_k, k.shape[0], k.shape[1])
+
+
+def _names_of_bounds(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[str, str]:
+    """Returns what bounds of queries and keys are called in errors: one tensor for both is ``cu_seqlens``."""
+    return ("cu_seqlens",) * 2 if cu_seqlens_q is cu_seqlens_k else ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def _with_both(
@@ -222,7 +228,8 @@ def _check_sequences(
         return
     if block_table is not None:
         raise fault(ArgumentError, NAME, "block_table", "None with packed sequences", "a tensor")
-    for argument, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    names = _names_of_bounds(cu_seqlens_q, cu_seqlens_k)
+    for argument, tensor in zip(names, (cu_seqlens_q, cu_seqlens_k)):
         if tensor is None:
             if q.shape[1] != k.shape[1]:
                 expected = f"given where the other is, since N = {q.shape[1]} and M = {k.shape[1]} differ"

@@ -7,6 +7,7 @@ from typing import Any, Never
 
 import torch
 
+from warploom.errors import ArgumentError, fault
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.validation import Options
 from warploom.ops.tpa import reference
@@ -20,6 +21,7 @@ from warploom.ops.tpa.validation import (
     check_decode,
     check_values,
 )
+from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
@@ -46,6 +48,8 @@ def tpa_attention(
     scale_k: float | None = None,
     scale_v: float | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     backend: Backend = "auto",
     **_unknown: Never,
 ) -> Tensor:
@@ -73,6 +77,8 @@ def tpa_attention(
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1`` and ``M = N``: packed
             sequences that do not see each other. Rows behind the last become 0, and so do their gradients, whatever
             they hold.
+        cu_seqlens_q: Another name for ``cu_seqlens``, as in `warploom.flash_attention`; one of the names is given.
+        cu_seqlens_k: Likewise. With ``cu_seqlens_q`` it must be the same tensor.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:
@@ -102,6 +108,12 @@ def tpa_attention(
     """
     if _others or _unknown:
         refuse_unknown(tpa_attention, _others, _unknown)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        check_one_form("tpa_attention", cu_seqlens, cu_seqlens_q, cu_seqlens_k)
+        cu_seqlens = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+            expected = "None or the tensor that is cu_seqlens_q: each sequence attends to itself"
+            raise fault(ArgumentError, "tpa_attention", "cu_seqlens_k", expected, "another tensor")
     aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, AttentionInputs(aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]

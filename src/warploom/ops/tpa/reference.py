@@ -40,12 +40,15 @@ def tpa_attention(
     scale_k: float | None = None,
     scale_v: float | None = None,
     cu_seqlens: Bounds | None = None,
+    cu_seqlens_q: Bounds | None = None,
+    cu_seqlens_k: Bounds | None = None,
 ) -> Tensor:
     """Attention of Q on K and V, which are formed here: (B, N, H, E).
 
     Packed sequences, and rows behind the last, are as in `warploom.flash_attention`'s definition.
     """
     factors = (aq, ak, av, bq, bk, bv)
+    cu_seqlens = next((bounds for bounds in (cu_seqlens, cu_seqlens_q, cu_seqlens_k) if bounds is not None), None)
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         attend_one = functools.partial(
             tpa_attention, causal=causal, scale=scale, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v
