@@ -133,7 +133,7 @@ def check_tpa(world):
     mesh = mesh_of(world)
     aq, bq, ak, bk, av, bv = draw((4, 5, 8, 2), (4, 5, 2, 6), (4, 5, 8), (4, 5, 6), (4, 5, 8, 2), (4, 5, 2, 6))
     tensors = (aq, ak, av, bq, bk, bv)
-    same(tpa_attention, mesh, (B,) * 6, tensors, B)
+    same(tpa_attention, mesh, (B,) * 6, tensors, B, causal=True)
     same(tpa_attention, mesh, (H, H, H, None, None, Replicate()), tensors, H)
     with torch.no_grad():
         n = torch.tensor([5, 3, 2, 1])

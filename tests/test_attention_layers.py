@@ -43,7 +43,9 @@ class Kind(NamedTuple):
 _linear = partial(LinearAttention, layer=1, layers=3)
 KINDS = {
     "tpa": Kind(
-        partial(TensorProductAttention, rank_q=3, rank_k=2, rank_v=1), partial(FactorCache, capacity=16), 1e-5
+        partial(TensorProductAttention, rank_q=3, rank_k=2, rank_v=1, causal=True),
+        partial(FactorCache, capacity=16),
+        1e-5,
     ),
     **{
         f"linear {name}": Kind(partial(_linear, position=name), StateCache, 1e-4)

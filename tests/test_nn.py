@@ -505,7 +505,7 @@ def test_what_a_module_was_built_with_is_in_its_repr() -> None:
             "d_model=32, heads=4, kv_heads=2, head_dim=8, implementation='sdpa'"
         ),
         nn.TensorProductAttention(32, 4, 8, rank_q=3, value_dim=6, backend="torch"): (
-            "dim=32, heads=4, head_dim=8, value_dim=6, rank_q=3, rank_k=2, rank_v=2, backend='torch'"
+            "dim=32, heads=4, head_dim=8, value_dim=6, rank_q=3, rank_k=2, rank_v=2, causal=False, backend='torch'"
         ),
         nn.LinearAttention(32, 4, 8, activation="relu", layer=1, layers=3): (
             "dim=32, heads=4, head_dim=8, value_dim=8, activation='relu', layer=1, layers=3, backend='auto'"

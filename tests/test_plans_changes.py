@@ -249,7 +249,7 @@ DECODE: dict[str, Change] = {
     "one_more_key": changed(lambda x: torch.cat((x, x[:, :1]), 1), "ak", "av", "bk", "bv"),
 }  # fmt: skip
 TPA_ATTENTION: dict[str, Change] = {
-    "causal": set_to(causal=False),
+    "causal": set_to(causal=True),
     "scale": set_to(scale=0.3),
     "order_of_bk": changed(lambda b: b.mT.contiguous().mT, "bk"),
     "no_gradient_of_bk": without_gradient("bk"),

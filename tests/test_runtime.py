@@ -158,8 +158,8 @@ KINDS: dict[str, Kind] = {
         differentiated=("x", "theta"),
     ),
     "factors": Kind(
-        partial(tpa_attention, backend="triton"), partial(factor_shapes, 1, 8, 2, 0), 600, differentiated=FACTORS,
-        shrink=2,
+        partial(tpa_attention, causal=True, backend="triton"), partial(factor_shapes, 1, 8, 2, 0), 600,
+        differentiated=FACTORS, shrink=2,
     ),
     "decode": Kind(partial(tpa_decode, backend="triton"), partial(factor_shapes, 1, 16, 1, 1), 3000),
     "decode_batch": Kind(

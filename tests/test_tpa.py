@@ -76,7 +76,7 @@ def lengths(device: torch.device, *values: int) -> Tensor:
 
 def test_the_reference_is_softmax_attention_written_with_loops(device: torch.device) -> None:
     x = factors(device, tokens=4, keys=6, rank_k=2, rank_v=3, dtype=torch.float64)
-    found = reference.tpa_attention(**x, scale=0.7, scale_k=0.9)
+    found = reference.tpa_attention(**x, causal=True, scale=0.7, scale_k=0.9)
     for b, i, h in itertools.product(range(2), range(4), range(3)):
         q = sum(x["aq"][b, i, h, r] * x["bq"][b, i, r] for r in range(3)) / 3
         weights, values = [], []
@@ -115,11 +115,11 @@ def test_attention_is_that_on_unformed_factors(device: torch.device) -> None:
 def test_blocks_of_queries_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = factors(device, tokens=9, keys=9, rank_k=2, dtype=torch.float64)
     wanted = [value.requires_grad_() for value in x.values()]
-    whole = reference.tpa_attention(**x)
+    whole = reference.tpa_attention(**x, causal=True)
     grad = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, wanted, grad)
     monkeypatch.setattr(reference, "BLOCK_SCORES", 2 * 3 * 9 * 2)  # two queries at a time
-    blocked = reference.tpa_attention(**x)
+    blocked = reference.tpa_attention(**x, causal=True)
     torch.testing.assert_close(blocked, whole)
     torch.testing.assert_close(torch.autograd.grad(blocked, wanted, grad), expected)
 
@@ -127,7 +127,7 @@ def test_blocks_of_queries_change_nothing(device: torch.device, monkeypatch: pyt
 @backends
 def test_the_last_tokens_of_attention_are_decoding(device: torch.device, backend: str) -> None:
     x = factors(device, tokens=11, keys=11, rank_k=2, dtype=torch.float32)
-    whole = tpa_attention(**x, backend=backend)
+    whole = tpa_attention(**x, causal=True, backend=backend)
     new = {name: value[:, 8:] if name in ("aq", "bq") else value for name, value in x.items()}
     torch.testing.assert_close(tpa_decode(**new, backend=backend), whole[:, 8:], rtol=1e-5, atol=1e-5)
 
@@ -422,12 +422,12 @@ def test_narrow_keys_or_values(
         out = function(**inputs)
         return out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)
 
-    definition, verdicts = reference.tpa_attention, []
+    definition, verdicts = functools.partial(reference.tpa_attention, causal=True), []
     for _ in range(3):  # the largest error of a few hundred numbers is one draw's luck
         inputs = {name: place(x).requires_grad_() for name, x in factors(device, dtype=dtype, **sizes).items()}
         grad = torch.randn(2, tokens, 3, values).to(device, dtype)
         wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-        found = run(inputs, functools.partial(tpa_attention, backend="triton"), grad)
+        found = run(inputs, functools.partial(tpa_attention, causal=True, backend="triton"), grad)
         expected, eager = run(wide, definition, grad.double()), run(inputs, definition, grad)
         verdicts.append(compare_each(found, expected, eager))
     accuracy = worst_of([mean_of(of_one) for of_one in zip(*verdicts, strict=True)])
@@ -467,11 +467,13 @@ def test_attention_of_many_heads_and_ranks(
         inputs = factors(device, batch=1, **sizes, **ranks, dtype=dtype)
         wanted = [value.requires_grad_() for value in inputs.values()]
         double = {name: value.detach().double().requires_grad_() for name, value in inputs.items()}
-        out = tpa_attention(**inputs, backend="triton")
+        options = {"causal": bool(rank_k % 2)}
+        out = tpa_attention(**inputs, **options, backend="triton")
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, wanted, grad)
-        eager = torch.autograd.grad(reference.tpa_attention(**inputs), wanted, grad)
-        expected = torch.autograd.grad(reference.tpa_attention(**double), list(double.values()), grad.double())
+        eager = torch.autograd.grad(reference.tpa_attention(**inputs, **options), wanted, grad)
+        definition = reference.tpa_attention(**double, **options)
+        expected = torch.autograd.grad(definition, list(double.values()), grad.double())
         verdicts.append(compare_each(found, expected, eager))
     accuracy = worst_of([mean_of(of_one) for of_one in zip(*verdicts, strict=True)])
     assert accuracy.ok, accuracy.describe()
@@ -489,7 +491,7 @@ def test_gradients_of_head_factors_are_short_sums(
     monkeypatch.setattr("kernel_interpreter.language.in_float32", one_after_another)
     inputs = factors(device, tokens=2, keys=9, heads=5, rank_v=16, features=3, values=values)
     av, bv = inputs["av"].requires_grad_(), inputs["bv"].double()
-    out = tpa_attention(**inputs, scale=0.0, backend="triton")
+    out = tpa_attention(**inputs, causal=True, scale=0.0, backend="triton")
     grad = torch.randn_like(out)
     (found,) = torch.autograd.grad(out, av, grad)
     first, second = grad.double().unbind(1)  # (B, H, E)

@@ -28,6 +28,7 @@ def run(inputs: dict[str, Any], grad: Tensor, function: Any, **options: Any) -> 
 
 def assert_right(inputs: dict[str, Any], grad: Tensor | None = None, **options: Any) -> None:
     """Output and all gradients are within the budget that the reference in the inputs' dtype sets."""
+    options = {"causal": True} | options
     inputs = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     double = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
     if grad is None:
@@ -100,7 +101,7 @@ def test_the_same_bits_twice(rank: int, launched: list[str], device: torch.devic
     inputs = factors(device, **sizes, features=128, values=128, dtype=torch.bfloat16)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     grad = torch.randn(2, 1500, 16, 128, device=device, dtype=torch.bfloat16)
-    first, second = (run(inputs, grad, tpa_attention, backend="triton") for _ in range(2))
+    first, second = (run(inputs, grad, tpa_attention, causal=True, backend="triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert "hopper_forward_kernel" in launched
 
@@ -142,10 +143,10 @@ def test_launches_that_overlap_give_the_bits_of_those_that_do_not(
         calls.append((inputs, torch.randn(2, tokens, heads, 128, device=device, dtype=torch.bfloat16)))
     with monkeypatch.context() as patch:
         alone(patch)
-        expected = [run(*call, tpa_attention, backend="triton") for call in calls]
+        expected = [run(*call, tpa_attention, causal=True, backend="triton") for call in calls]
     for memory in (nullcontext(), poison_allocations()):
         with memory:
-            found = [run(*call, tpa_attention, backend="triton") for call in 4 * calls]
+            found = [run(*call, tpa_attention, causal=True, backend="triton") for call in 4 * calls]
         for results, wanted in zip(found, 4 * expected):
             assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     assert launched
@@ -156,17 +157,17 @@ def test_a_graph_of_launches_that_overlap_replays(launched: list[str], device: t
     sizes = {"tokens": 1000, "keys": 1000, "heads": 16, "features": 128, "values": 128}
     inputs = {n: x.requires_grad_() for n, x in factors(device, **sizes, dtype=torch.bfloat16).items()}
     grad = torch.randn(2, 1000, 16, 128, device=device, dtype=torch.bfloat16)
-    run(inputs, grad, tpa_attention, backend="triton")
+    run(inputs, grad, tpa_attention, causal=True, backend="triton")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(inputs, grad, tpa_attention, backend="triton")
+        captured = run(inputs, grad, tpa_attention, causal=True, backend="triton")
     with torch.no_grad():
         for x in inputs.values():
             x.mul_(0.5).add_(0.125)
     for _ in range(3):
         graph.replay()
-    found = run(inputs, grad, tpa_attention, backend="triton")
+    found = run(inputs, grad, tpa_attention, causal=True, backend="triton")
     assert all(torch.equal(a, b) for a, b in zip(captured, found, strict=True))
     assert "hopper_forward_kernel" in launched
 
@@ -175,10 +176,10 @@ def test_a_graph_of_launches_that_overlap_replays(launched: list[str], device: t
 def test_other_batches_and_later_keys_do_not_matter(launched: list[str], device: torch.device) -> None:
     sizes = {"tokens": 600, "keys": 600, "heads": 16, "rank_k": 2, "rank_v": 2, "features": 128, "values": 128}
     inputs = factors(device, **sizes, dtype=torch.bfloat16)
-    clean = tpa_attention(**inputs, backend="triton")
+    clean = tpa_attention(**inputs, causal=True, backend="triton")
     for name in ("ak", "av", "bk", "bv"):
         inputs[name][1] = torch.nan
         inputs[name][0, 599:] = torch.nan
-    out = tpa_attention(**inputs, backend="triton")
+    out = tpa_attention(**inputs, causal=True, backend="triton")
     assert torch.equal(out[0, :512], clean[0, :512])
     assert launched == ["hopper_forward_kernel"] * 2

@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 
 def layer(device: torch.device, **keywords: object) -> TensorProductAttention:
-    sizes = {"rank_q": 3, "rank_k": 2, "rank_v": 1, "value_dim": 12, "backend": "torch"} | keywords
+    sizes = {"rank_q": 3, "rank_k": 2, "rank_v": 1, "value_dim": 12, "causal": True, "backend": "torch"} | keywords
     return TensorProductAttention(24, 3, 8, **sizes).to(device)
 
 
@@ -18,8 +18,9 @@ def features(device: torch.device, batch: int = 2, tokens: int = 11) -> Tensor:
     return torch.randn(batch, tokens, 24).to(device)
 
 
-def test_it_is_attention_on_products_of_rotated_factors(device: torch.device) -> None:
-    module, x = layer(device).double(), features(device).double()
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_attention_on_products_of_rotated_factors(device: torch.device, causal: bool) -> None:
+    module, x = layer(device, causal=causal).double(), features(device).double()
 
     def product(a: torch.nn.Linear, b: torch.nn.Linear, rank: int, turned: bool) -> Tensor:
         right = b(x).unflatten(-1, (rank, -1))
@@ -30,8 +31,14 @@ def test_it_is_attention_on_products_of_rotated_factors(device: torch.device) ->
     k = product(module.ak, module.bk, 2, True)
     v = product(module.av, module.bv, 1, False)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    values = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    values = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     torch.testing.assert_close(module(x), module.out(values.transpose(1, 2).flatten(2)), rtol=1e-9, atol=1e-9)
+    if not causal:
+        with (
+            torch.no_grad(),
+            pytest.raises(ArgumentError, match="cache must be left out unless"),
+        ):
+            module(x, cache=FactorCache())
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ def test_plain_decoding_is_right(device: torch.device, provider: peers.Provider,
 
 def test_plain_attention_is_right(device: torch.device) -> None:
     inputs = factors(device, tokens=9, keys=9, rank_k=2, rank_v=2, dtype=torch.float64)
-    torch.testing.assert_close(peers.naive_attention(**inputs), reference.tpa_attention(**inputs))
+    for causal in (False, True):
+        found, expected = (f(**inputs, causal=causal) for f in (peers.naive_attention, reference.tpa_attention))
+        torch.testing.assert_close(found, expected)
 
 
 def test_decoding_on_formed_keys_is_decoding_on_their_factors(device: torch.device) -> None:

@@ -53,8 +53,8 @@ def assert_attends(calls: Iterable[dict[str, Any]]) -> None:
     for x in calls:
         bv = x["bv"]
         grad = torch.randn(*x["aq"].shape[:3], bv.shape[3], device=bv.device).to(bv.dtype)
-        found = run(tpa_attention, x, grad, backend="triton")
-        expected, eager = (run(reference.tpa_attention, y, grad) for y in (exact(x), x))
+        found = run(tpa_attention, x, grad, causal=True, backend="triton")
+        expected, eager = (run(reference.tpa_attention, y, grad, causal=True) for y in (exact(x), x))
         verdicts.append(compare_each(found, expected, eager))
     for name, of_one in zip(("out", *NAMES), zip(*verdicts, strict=True), strict=True):
         accuracy = mean_of(of_one)

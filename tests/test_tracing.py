@@ -96,7 +96,7 @@ CALLS = {
     "lrpe_rotate_offset": Call(lrpe_rotate, ("BNHD", "HF", ""), {"interleaved": True}, ("offset",)),
     "lrpe_over_the_sequence": Call(lrpe_cosine, ("BNHD", "HF"), {"activation": "softmax_sequence"}),
     "lrpe_packed": Call(lrpe_rotate, ("1NHD", "HF", ""), {"activation": "softmax_sequence"}, ("cu_seqlens",)),
-    "tpa_attention": Call(tpa_attention, FACTORS),
+    "tpa_attention": Call(tpa_attention, FACTORS, {"causal": True}),
     "tpa_attention_packed": Call(
         tpa_attention, ("1NHR", "1NH", "1NH", "1NRD", "1ND", "1NE", ""), {}, ("cu_seqlens",)
     ),

@@ -73,7 +73,7 @@ def operators() -> dict[str, tuple[tuple[torch.Tensor, ...], Call]]:
             lambda: warploom.linear_attention(query, key, value, initial_state=state, return_state=True),
         ),
         "tpa_decode": ((), lambda: warploom.tpa_decode(first_a, ak, av, first_b, bk, bv)),
-        "tpa_attention": ((aq, ak, bq, bk), lambda: warploom.tpa_attention(aq, ak, av, bq, bk, bv)),
+        "tpa_attention": ((aq, ak, bq, bk), lambda: warploom.tpa_attention(aq, ak, av, bq, bk, bv, causal=True)),
     }
 
 

@@ -14,12 +14,16 @@ def check_sizes(layer: str, **sizes: int) -> None:
             raise fault(ArgumentError, layer, argument, "positive", size)
 
 
-def check_call(layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_seqlens: Tensor | None) -> None:
-    """Raise unless ``x`` is (B, N, dim), and a cache has the layer's type and no packed sequences beside it."""
+def check_call(
+    layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_seqlens: Tensor | None, causal: bool = True
+) -> None:
+    """Raise unless ``x`` is (B, N, dim), and a cache has the layer's type, in a causal layer, without sequences."""
     if x.dim() != 3 or x.shape[-1] != dim:
         raise fault(ShapeError, layer, "x", f"(B, N, dim) with dim = {dim}", tuple(x.shape))
     if cache is not None and not isinstance(cache, kind):
         raise fault(DtypeError, layer, "cache", f"a {kind.__name__} or None", type(cache).__name__)
+    if cache is not None and not causal:
+        raise fault(ArgumentError, layer, "cache", "left out unless the layer is causal", "a cache")
     if cache is not None and cu_seqlens is not None:
         raise fault(ArgumentError, layer, "cu_seqlens", "left out with a cache", "both")
 

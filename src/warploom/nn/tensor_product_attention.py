@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class TensorProductAttention(nn.Module):
-    """Causal self-attention on factored queries, keys and values, with RoPE on the feature factors.
+    """Self-attention on factored queries, keys and values, with RoPE on the feature factors.
 
     A token's queries are ``Q = 1/Rq · A_Q B_Q`` with ``A_Q (H, Rq)`` and ``B_Q (Rq, D)`` from linear maps of its
     features, its keys and values likewise. RoPE rotates the rows of ``B_Q`` and ``B_K``, and thereby Q and K.
@@ -28,6 +28,7 @@ class TensorProductAttention(nn.Module):
         rank_k: Rank ``Rk`` of the keys.
         rank_v: Rank ``Rv`` of the values.
         value_dim: Features ``E`` of a value; ``head_dim`` by default.
+        causal: True for a decoder, whose tokens see themselves and those before them; needed with a cache.
         base: RoPE's frequencies are ``base ** (-2f / D)``.
         bias: True if the linear maps have a bias.
         backend: Backend of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
@@ -46,7 +47,7 @@ class TensorProductAttention(nn.Module):
         import torch
         from warploom.nn import FactorCache, TensorProductAttention
 
-        layer = TensorProductAttention(64, heads=4, head_dim=16)
+        layer = TensorProductAttention(64, heads=4, head_dim=16, causal=True)
         x = torch.randn(2, 10, 64)
         layer(x).sum().backward()
         with torch.no_grad():
@@ -66,6 +67,7 @@ class TensorProductAttention(nn.Module):
         rank_k: int = 2,
         rank_v: int = 2,
         value_dim: int | None = None,
+        causal: bool = False,
         base: float = 10000.0,
         bias: bool = False,
         backend: Backend = "auto",
@@ -77,7 +79,7 @@ class TensorProductAttention(nn.Module):
         check_sizes("TensorProductAttention", **sizes)
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
-        self.backend: Backend = backend
+        self.causal, self.backend = causal, backend
         self.aq = nn.Linear(dim, heads * rank_q, bias)
         self.bq = nn.Linear(dim, rank_q * head_dim, bias)
         self.ak = nn.Linear(dim, heads * rank_k, bias)
@@ -93,7 +95,7 @@ class TensorProductAttention(nn.Module):
         reset_linear(self.aq, self.bq, self.ak, self.bk, self.av, self.bv, self.out)
 
     def forward(self, x: Tensor, cache: FactorCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Attend from each token to itself and to the tokens before it.
+        """Attend from each token to all tokens, or if ``causal`` to itself and to those before it.
 
         Args:
             x: ``(B, N, dim)``, features of the tokens.
@@ -105,11 +107,11 @@ class TensorProductAttention(nn.Module):
             ``(B, N, dim)``.
 
         Raises:
-            ArgumentError: There are both a cache and ``cu_seqlens``, or a cache with gradients.
+            ArgumentError: There is a cache with ``cu_seqlens``, with gradients, or without ``causal``.
             ShapeError: ``x`` has another shape.
             DtypeError: ``cache`` has the wrong type.
         """
-        check_call("TensorProductAttention", x, self.aq.in_features, cache, FactorCache, cu_seqlens)
+        check_call("TensorProductAttention", x, self.aq.in_features, cache, FactorCache, cu_seqlens, self.causal)
         aq, bq = self.aq(x).unflatten(-1, (self.heads, -1)), self.bq(x).unflatten(-1, (self.rank_q, -1))
         ak, bk = self.ak(x).unflatten(-1, (self.heads, -1)), self.bk(x).unflatten(-1, (self.rank_k, -1))
         av, bv = self.av(x).unflatten(-1, (self.heads, -1)), self.bv(x).unflatten(-1, (self.rank_v, -1))
@@ -119,7 +121,9 @@ class TensorProductAttention(nn.Module):
         if cache is not None:
             held = cache.append(ak, av, bk, bv)
         if first:
-            values = tpa_attention(aq, ak, av, bq, bk, bv, cu_seqlens=cu_seqlens, backend=self.backend)
+            values = tpa_attention(
+                aq, ak, av, bq, bk, bv, causal=self.causal, cu_seqlens=cu_seqlens, backend=self.backend
+            )
         else:
             ak, av, bk, bv = held
             lengths = cache.seqlens  # type: ignore[union-attr]
@@ -131,6 +135,5 @@ class TensorProductAttention(nn.Module):
         sizes = (
             f"dim={self.aq.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
         )
-        return (
-            f"{sizes}, rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}, backend={self.backend!r}"
-        )
+        ranks = f"rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}"
+        return f"{sizes}, {ranks}, causal={self.causal}, backend={self.backend!r}"

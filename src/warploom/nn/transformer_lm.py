@@ -196,6 +196,7 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
             rank_q=config.rank_q,
             rank_k=config.rank_k,
             rank_v=config.rank_v,
+            causal=True,
             base=config.base,
         )
     if config.attention == "linear":

@@ -42,7 +42,7 @@ def tpa_attention(
     bk: Tensor,
     bv: Tensor,
     *_others: Never,
-    causal: bool = True,
+    causal: bool = False,
     scale: float | None = None,
     scale_q: float | None = None,
     scale_k: float | None = None,
@@ -68,7 +68,7 @@ def tpa_attention(
         bv: ``(B, M, E)`` or ``(B, M, Rv, E)``, feature factors of the values. All six are of one dtype, float16,
             bfloat16, float32 or float64, on one device, of any strides. Under autocast they are cast as
             those of PyTorch's own attention.
-        causal: Hide keys ahead of the query; the last query stands at the last key (query ``i`` at
+        causal: Hide keys ahead of the query, as in a decoder; the last query stands at the last key (query ``i`` at
             ``i + M − N``). A query that sees no key gives 0.
         scale: Factor of the logits; ``D^-½`` by default.
         scale_q: Factor of the queries; ``1 / Rq`` by default, 1 without ``aq``.
@@ -102,7 +102,7 @@ def tpa_attention(
         aq, bq = torch.randn(2, 100, 8, 6), torch.randn(2, 100, 6, 64)  # queries of rank 6
         ak, av = torch.randn(2, 2, 100, 8, 2)  # keys and values of rank 2
         bk, bv = torch.randn(2, 2, 100, 2, 64)
-        out = tpa_attention(aq, ak, av, bq, bk, bv)
+        out = tpa_attention(aq, ak, av, bq, bk, bv, causal=True)
         print(out.shape)  # torch.Size([2, 100, 8, 64])
         ```
     """

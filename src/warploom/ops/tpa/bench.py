@@ -115,7 +115,9 @@ _DECODE_CHECKS: tuple[dict[str, Any], ...] = (
     # Logits so large that weights take all their bits.
     {"m": 31, "heads": 12, "head_dim": 96, "value_dim": 64, "kv_rank": 2, "scale": 2.0},
 )
-_ATTENTION: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32"}
+_ATTENTION: dict[str, Any] = {
+    "batch": 2, "n": 19, "heads": 2, "head_dim": 16, "rank": 3, "dtype": "float32", "causal": True,
+}  # fmt: skip
 _ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"dtype": "bfloat16", "kv_rank": 2, "n": 33},

@@ -51,7 +51,7 @@ def factored_decode(
 
 
 def naive_attention(
-    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = True
+    aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = False
 ) -> Tensor:
     """Queries, keys and values formed in memory, then PyTorch's fused attention."""
     q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))

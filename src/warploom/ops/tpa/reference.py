@@ -34,7 +34,7 @@ def tpa_attention(
     bk: Tensor,
     bv: Tensor,
     *,
-    causal: bool = True,
+    causal: bool = False,
     scale: float | None = None,
     scale_q: float | None = None,
     scale_k: float | None = None,
