@@ -126,21 +126,14 @@ def test_what_an_explanation_names_is_there() -> None:
         assert all(text in sources for text in known.where), known
 
 
-def test_the_table_tells_known_findings_from_others() -> None:
+def test_what_nothing_explains_is_printed_whole() -> None:
     load, copy = sanitize.explained(found("initcheck", INITCHECK, "hopper"), sanitize.read_known())
-    text = sanitize.table([KERNEL, OTHER], [load, copy], ["racecheck", "initcheck"])
-    assert [re.split(r"\s{2,}", line) for line in text.splitlines()] == [
-        ["kernel", "racecheck", "initcheck"],
-        ["flash_attention/prepare_kernel", "0", "1 known"],
-        ["flash_attention/hopper_forward_kernel", "-", "-"],  # it was not launched
-        ["flash_attention, no kernel", "0", "1 known"],
-    ]
-
-
-def test_assertions_of_tritons_sanitizer_are_read_once() -> None:
-    line = "{}/hopper.py:121: block: [0,0,0], thread: [{},0,0] Assertion `Buffer has outstanding reads` failed."
-    output = "\n".join(line.format("/x", thread) for thread in range(3))
-    assert sanitize.assertions(output) == ["Buffer has outstanding reads\n    at /x/hopper.py:121"]
+    text = sanitize.summary([replace(load, known=""), copy])
+    assert load.report in text
+    assert f"      {load.places[0].file}:{LOAD}: {load.places[0].text}" in text
+    assert copy.report not in text
+    assert f"known, 1 times, initcheck flash_attention/hopper: {copy.known}" in text
+    assert text.endswith("2 findings, 1 of which nothing explains")
 
 
 def test_calls_that_an_explanation_names_run_alone() -> None:
@@ -153,11 +146,11 @@ def test_calls_that_an_explanation_names_run_alone() -> None:
     known = sanitize.read_known()
 
     def processes(tool: str) -> list[tuple[str, ...]]:
-        return [task.calls for task in sanitize.tasks_of(tool, calls, [], known)]
+        return [task.calls for task in sanitize.tasks_of(tool, calls, known)]
 
     assert processes("memcheck") == [("one", "hopper", "two"), ("stream",)]
     assert processes("initcheck") == [("hopper",), ("one", "two"), ("stream",)]
-    assert processes("gsan") == [("one",), ("hopper",), ("two",), ("stream",)]
+    assert processes(sanitize.PLAIN) == [("one",), ("hopper",), ("two",), ("stream",)]
 
 
 LAUNCHED = """

@@ -1,4 +1,4 @@
-"""Run the sanitizers of CUDA and Triton over small calls that launch every kernel of the package.
+"""Run the sanitizers of CUDA over small calls that launch every kernel of the package.
 
 ``python tools/sanitize.py`` needs a GPU, and ``compute-sanitizer`` on the PATH. First it runs the calls of
 `sanitizer_calls` as they are, and says which kernels of the package they launched, and which they did not. Then it
@@ -8,12 +8,10 @@ runs them under
     racecheck   accesses to shared memory that nothing orders
     initcheck   loads of global memory that nothing wrote
     synccheck   barriers that not all threads reach
-    consan      Triton's sanitizer of buffers and barriers in shared memory, for each Gluon kernel
-    gsan        Triton's sanitizer of races in global memory, where Triton has it
 
 each in processes of its own, several at a time. A finding is known if `known_findings.toml` beside this file
-explains it: by tool, kernel or call, and the text of the source lines that the tool names. The table has the
-findings of each kernel by tool; those that nothing explains are printed whole.
+explains it: by tool, kernel or call, and the text of the source lines that the tool names. Those that nothing
+explains are printed whole.
 
 Exit status: 0 if every finding is known and every kernel for this GPU was launched, else 1; 2 if it cannot run.
 """
@@ -23,7 +21,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
-import importlib.util
 import json
 import os
 import pkgutil
@@ -35,19 +32,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "warploom"
 KNOWN = Path(__file__).with_name("known_findings.toml")
-CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-TOOLS = (*CUDA_TOOLS, "consan", "gsan")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLAIN = "plain"  # no tool
-GSAN = "triton.tools.gsan"
 SECONDS = 240.0
 MOST_REPORTS = 30_000  # of one process
 MOST_BARRIERS = 1024
@@ -60,7 +55,6 @@ _NOISE = re.compile(
 )
 _PLACE = re.compile(r"([\w./-]+\.py):(\d+)")
 _HAZARDS = re.compile(r"\[(\d+) hazards?\]")
-_ASSERTION = re.compile(r"^(\S+?\.py):(\d+):.*Assertion `(.*?)` failed", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -148,11 +142,9 @@ class Task:
     tool: str
     group: str
     calls: tuple[str, ...]
-    kernel: str = ""
-    """The only one that is instrumented, for ``consan``."""
 
     def __str__(self) -> str:
-        return f"{self.tool} {self.kernel or self.group}" + (f" {self.calls[0]}" if len(self.calls) == 1 else "")
+        return f"{self.tool} {self.group}" + (f" {self.calls[0]}" if len(self.calls) == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -161,10 +153,8 @@ class Result:
 
     task: Task
     seconds: float
-    done: tuple[str, ...]
-    """Calls that ended."""
     compiled: dict[str, list[str]] = field(default_factory=dict)
-    """Kernels by call, as ``module:name``."""
+    """Kernels, as ``module:name``, by call that ended."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -173,13 +163,12 @@ class Result:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def make_calls(names: Sequence[str], tool: str, instrumented: str, log: Path) -> None:
+def make_calls(names: Sequence[str], tool: str, log: Path) -> None:
     """Make calls on the GPU.
 
     Args:
         names: Of calls of `sanitizer_calls`.
         tool: Under which this process runs.
-        instrumented: The only kernel that Triton's sanitizer sees, ``module:name``; all if empty.
         log: Gets a line of JSON for each call that ended: its name, and the kernels it was first to launch.
     """
     import torch
@@ -192,41 +181,12 @@ def make_calls(names: Sequence[str], tool: str, instrumented: str, log: Path) ->
         kernels.append(f"{src.fn.__module__}:{src.fn.__name__}")
 
     triton.knobs.compilation.listener = compiled
-    if tool in ("consan", "gsan"):
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    if instrumented:
-        _instrument(instrumented)
     for name in names:
         next(call for call in CALLS if call.name == name).run(device, read_results=tool == "initcheck")
         torch.cuda.synchronize()
         with log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"call": name, "kernels": kernels}) + "\n")
         kernels.clear()
-
-
-def _instrument(kernel: str) -> None:
-    """Let Triton's sanitizer of shared memory see one kernel: with it, a kernel takes minutes to compile."""
-    import triton
-
-    from warploom.runtime.build import Build
-
-    module, name = kernel.split(":")
-    function = getattr(importlib.import_module(module), name)
-
-    def instrumented(usual: Callable[..., Any], chosen: Callable[..., bool]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            if chosen(*arguments):
-                triton.knobs.compilation.instrumentation_mode = "consan"
-            try:
-                return usual(*arguments, **options)
-            finally:
-                triton.knobs.compilation.instrumentation_mode = ""
-
-        return run
-
-    function.run = instrumented(function.run, lambda *_: True)  # a kernel that is launched as Triton does
-    compile_variant = instrumented(Build.compile, lambda build, *_: build.function is function)
-    Build.compile = compile_variant  # type: ignore[method-assign]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -291,13 +251,10 @@ def places(report: str, group: str, module: str) -> tuple[Place, ...]:
 def _place(name: str, line: int, group: str, module: str) -> Place:
     """A line of a file that may be known by its last name alone; the kernel's own files come first."""
     base = Path(name).name
-    own = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py") if module else None
-
-    def rank(file: Path) -> tuple[bool, ...]:
-        holds_kernels = "kernels" in file.parts or "device" in file.parts
-        return file != own, not holds_kernels, own is None or file.parent != own.parent, group not in file.parts
-
-    files = sorted(PACKAGE.rglob(base), key=rank)
+    own = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    files = sorted(
+        PACKAGE.rglob(base), key=lambda file: (file != own, file.parent != own.parent, group not in file.parts)
+    )
     file = Path(name) if Path(name).is_file() else files[0] if files else None
     if file is None:
         return Place(name, line, "")
@@ -327,12 +284,6 @@ def findings_of(task: Task, texts: Iterable[str], kernels: Iterable[Kernel]) -> 
     return list(found.values())
 
 
-def assertions(output: str) -> list[str]:
-    """What Triton's sanitizers say, by assertions on the device: each text and place once."""
-    found = _ASSERTION.findall(output)
-    return list(dict.fromkeys(f"{message}\n    at {file}:{line}" for file, line, message in found))
-
-
 def read_known(path: Path = KNOWN) -> list[Explanation]:
     """The explanations of a file."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("finding", [])
@@ -355,22 +306,19 @@ def run_task(task: Task, kernels: Sequence[Kernel], seconds: float) -> Result:
     with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
         done_log, tool_log = Path(folder) / "calls.jsonl", Path(folder) / "tool.log"
         command, environment = command_of(task, done_log, tool_log)
-        output, problem = _run(command, environment, seconds)
+        problem = _run(command, environment, seconds)
         lines = done_log.read_text(encoding="utf-8").splitlines() if done_log.is_file() else []
         compiled = {entry["call"]: entry["kernels"] for entry in map(json.loads, lines)}
         log = tool_log.read_text(encoding="utf-8", errors="replace") if tool_log.is_file() else ""
-    texts = reports(log) if task.tool in CUDA_TOOLS else assertions(output)
+    texts = reports(log)
     missing = [call for call in task.calls if call not in compiled]
-    if missing and (task.tool in CUDA_TOOLS or not texts):  # an assertion on the device says itself what ended it
+    if missing:
         texts.append(f"The process did not get through {', '.join(missing)}: {problem or 'no reason given'}")
-    found = findings_of(task, texts, [k for k in kernels if k.group == task.group])
-    if task.kernel:
-        found = [replace(f, kernel=task.kernel.partition(":")[2]) for f in found]
-    return Result(task, time.monotonic() - start, tuple(compiled), compiled, tuple(found))
+    return Result(task, time.monotonic() - start, compiled, tuple(findings_of(task, texts, kernels)))
 
 
-def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> tuple[str, str]:
-    """What a process and those that it starts printed, and what went wrong, if anything did."""
+def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> str:
+    """What went wrong in a process and those that it starts, if anything did."""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
@@ -379,9 +327,9 @@ def _run(command: Sequence[str], environment: dict[str, str], seconds: float) ->
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its own group: the tool and what runs under it
-        output, _ = process.communicate()
-        return output, f"not done after {seconds:.0f} s"
-    return output, f"ended with {process.returncode}: {output.strip()[-1500:]}" if process.returncode else ""
+        process.communicate()
+        return f"not done after {seconds:.0f} s"
+    return f"ended with {process.returncode}: {output.strip()[-1500:]}" if process.returncode else ""
 
 
 def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], dict[str, str]]:
@@ -389,11 +337,8 @@ def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], d
     paths = [str(ROOT / "src"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     script = [str(Path(__file__).resolve()), "--call", ",".join(task.calls), "--log", str(done_log)]
-    script += ["--under", task.tool] + (["--instrument", task.kernel] if task.kernel else [])
-    if task.tool == "gsan":
-        return [sys.executable, "-m", GSAN, *script], environment
-    command = [sys.executable, *script]
-    if task.tool in CUDA_TOOLS:
+    command = [sys.executable, *script, "--under", task.tool]
+    if task.tool != PLAIN:
         # Every tensor its own allocation: what lies behind it belongs to none.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         command = [
@@ -405,22 +350,14 @@ def command_of(task: Task, done_log: Path, tool_log: Path) -> tuple[list[str], d
     return command, environment
 
 
-def tasks_of(
-    tool: str, calls: Sequence[tuple[str, str]], kernels: Sequence[Kernel], known: Sequence[Explanation]
-) -> list[Task]:
+def tasks_of(tool: str, calls: Sequence[tuple[str, str]], known: Sequence[Explanation]) -> list[Task]:
     """The processes of a tool. ``calls``: name and group of each; those that an explanation names run alone."""
-    if tool == "consan":  # an assertion on the device ends a process, and a kernel takes minutes to compile
-        return [
-            Task(tool, kernel.group, kernel.calls[:1], f"{kernel.module}:{kernel.name}")
-            for kernel in kernels
-            if kernel.gluon and kernel.calls
-        ]
     patterns = [(e.group, e.call) for e in known if e.tool == tool and e.call != "*"]
     tasks: list[Task] = []
     together: dict[str, list[str]] = {}
     for name, group in calls:
         named = any(fnmatch.fnmatchcase(group, g) and fnmatch.fnmatchcase(name, c) for g, c in patterns)
-        if named or tool in (PLAIN, "gsan"):
+        if named or tool == PLAIN:
             tasks.append(Task(tool, group, (name,)))
         else:
             together.setdefault(group, []).append(name)
@@ -430,32 +367,6 @@ def tasks_of(
 # ----------------------------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------------------------
-
-
-def table(kernels: Sequence[Kernel], findings: Sequence[Finding], tools: Sequence[str]) -> str:
-    """Findings by kernel and tool: how many nothing explains, and how many are known."""
-    rows = [["kernel", *tools]]
-    names = [str(kernel) for kernel in kernels]
-    for kernel in kernels:
-        rows.append([str(kernel), *(_cell(kernel, tool, findings) for tool in tools)])
-    others = [f for f in findings if f"{f.group}/{f.kernel}" not in names]
-    for group in dict.fromkeys(f.group for f in others):
-        cells = (_count([f for f in others if (f.group, f.tool) == (group, tool)]) for tool in tools)
-        rows.append([f"{group}, no kernel", *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def _cell(kernel: Kernel, tool: str, findings: Sequence[Finding]) -> str:
-    if not kernel.calls or (tool == "consan" and not kernel.gluon):
-        return "-"
-    return _count([f for f in findings if (f.group, f.kernel, f.tool) == (kernel.group, kernel.name, tool)])
-
-
-def _count(findings: Sequence[Finding]) -> str:
-    known = sum(bool(f.known) for f in findings)
-    words = [f"{len(findings) - known}"] * (len(findings) > known or not known) + [f"{known} known"] * bool(known)
-    return ", ".join(words)
 
 
 def for_this_gpu(kernel: Kernel) -> bool:
@@ -475,15 +386,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="all of them by default")
     parser.add_argument("--group", action="append", help="an operator's folder, or bench; all by default")
-    parser.add_argument("--kernel", action="append", help="of consan: only these kernels; may hold * and ?")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at a time")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for a process; 240 by default")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
-    for name in ("--call", "--log", "--under", "--instrument"):  # of the processes that this one starts
+    for name in ("--call", "--log", "--under"):  # of the processes that this one starts
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.call:
-        make_calls(options.call.split(","), options.under, options.instrument, Path(options.log))
+        make_calls(options.call.split(","), options.under, Path(options.log))
         return 0
 
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
@@ -492,89 +401,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("sanitize: needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    tools = tuple(tool for tool in TOOLS if tool in (options.tool or TOOLS))
-    if set(tools) & set(CUDA_TOOLS) and shutil.which("compute-sanitizer") is None:
+    if shutil.which("compute-sanitizer") is None:
         print("sanitize: compute-sanitizer is not on the PATH", file=sys.stderr)
         return 2
-    if "gsan" in tools and importlib.util.find_spec(GSAN) is None:
-        print("gsan: this Triton has none")
-        tools = tuple(tool for tool in tools if tool != "gsan")
     from sanitizer_calls import CALLS
 
     calls = [(call.name, call.group) for call in CALLS if call.group in (options.group or call.group)]
     kernels = [k for k in package_kernels() if k.group in (options.group or k.group)]
-    start = time.monotonic()
     known = read_known()
-    results, kernels = run_all(tools, calls, kernels, known, options.kernel, options.jobs, options.seconds)
+    with ThreadPoolExecutor(options.jobs) as pool:
+
+        def run(tools: Iterable[str]) -> list[Result]:
+            tasks = [task for tool in tools for task in tasks_of(tool, calls, known)]
+            futures = [pool.submit(run_task, task, kernels, options.seconds) for task in tasks]
+            results = []
+            for future in futures:
+                results.append(result := future.result())
+                print(f"{result.seconds:6.0f} s  {len(result.findings):3} findings  {result.task}", flush=True)
+            return results
+
+        results = run([PLAIN])  # which compiles the kernels for the others
+        kernels = with_calls(kernels, results)
+        print_launched(kernels)
+        results += run(tool for tool in TOOLS if tool in (options.tool or TOOLS))
     found = explained((f for result in results for f in result.findings), known)
-    text = summary(kernels, found, tools, known, results)
-    print(text)
-    print(f"{time.monotonic() - start:.0f} s")
-    if options.output:
-        content = {
-            "environment": environment(),
-            "kernels": [{**asdict(kernel), "group": kernel.group} for kernel in kernels],
-            "runs": [{**asdict(r.task), "seconds": round(r.seconds, 1), "done": r.done} for r in results],
-            "findings": [asdict(finding) for finding in found],
-        }
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(summary(found))
     missed = [kernel for kernel in kernels if not kernel.calls and for_this_gpu(kernel)]
     return 1 if missed or any(not finding.known for finding in found) else 0
-
-
-def run_all(
-    tools: Sequence[str],
-    calls: Sequence[tuple[str, str]],
-    kernels: Sequence[Kernel],
-    known: Sequence[Explanation],
-    only: Sequence[str] | None,
-    jobs: int,
-    seconds: float,
-) -> tuple[list[Result], list[Kernel]]:
-    """Run the calls as they are, which compiles the kernels for the others, and then under each tool."""
-    with ThreadPoolExecutor(jobs) as pool:
-
-        def submit(tasks: Iterable[Task], of: Sequence[Kernel]) -> list[Future[Result]]:
-            return [pool.submit(run_task, task, of, seconds) for task in tasks]
-
-        plain = [future.result() for future in submit(tasks_of(PLAIN, calls, kernels, known), kernels)]
-        launched = with_calls(kernels, plain)
-        print_launched(launched)
-        longest_first = sorted(tools, key=lambda tool: tool != "consan")
-        tasks = [task for tool in longest_first for task in tasks_of(tool, calls, launched, known)]
-        if only:
-            names = [task.kernel.partition(":")[2] for task in tasks]
-            keep = [not name or any(fnmatch.fnmatchcase(name, o) for o in only) for name in names]
-            tasks = [task for task, kept in zip(tasks, keep) if kept]
-        results = list(plain)
-        for future in submit(tasks, launched):
-            result = future.result()
-            results.append(result)
-            print(f"{result.seconds:6.0f} s  {len(result.findings):3} findings  {result.task}", flush=True)
-    return results, launched
 
 
 def print_launched(kernels: Sequence[Kernel]) -> None:
     """Say which kernels the calls launch, and which they do not."""
     print(f"{sum(bool(kernel.calls) for kernel in kernels)} of {len(kernels)} kernels launched:")
     for kernel in kernels:
-        state = ", ".join(kernel.calls) if kernel.calls else "NOT LAUNCHED"
-        if not kernel.calls and not for_this_gpu(kernel):
-            state = "not launched: for another GPU"
-        print(f"  {kernel!s:<50} {state}")
+        missing = "NOT LAUNCHED" if for_this_gpu(kernel) else "not launched: for another GPU"
+        print(f"  {kernel!s:<50} {', '.join(kernel.calls) or missing}")
     print(flush=True)
 
 
-def summary(
-    kernels: Sequence[Kernel],
-    findings: Sequence[Finding],
-    tools: Sequence[str],
-    known: Sequence[Explanation],
-    results: Sequence[Result],
-) -> str:
-    """The table, what nothing explains, and what is known."""
-    unknown = [finding for finding in findings if not finding.known]
-    lines = ["", table(kernels, findings, [PLAIN, *tools] if _of(findings, PLAIN) else tools), ""]
+def summary(findings: Sequence[Finding]) -> str:
+    """What nothing explains, and what is known."""
+    unknown, lines = [finding for finding in findings if not finding.known], [""]
     for finding in unknown:
         name = finding.kernel or finding.call or finding.group
         lines += [f"{finding.tool}, {name}, {finding.count} times: {finding.report}"]
@@ -583,31 +450,7 @@ def summary(
         same = [f for f in findings if f.known == reason]
         what = ", ".join(dict.fromkeys(f"{f.tool} {f.group}/{f.kernel or f.call}" for f in same))
         lines += [f"known, {sum(f.count for f in same)} times, {what}: {reason}", ""]
-    ran = {result.task.tool for result in results}
-    for explanation in known:
-        if explanation.tool in ran and not any(explanation.explains(f) for f in findings):
-            lines.append(f"known, and not found here: {explanation.tool} {explanation.kernel or explanation.call}")
-    lines.append(f"{len(findings)} findings, {len(unknown)} of which nothing explains")
-    return "\n".join(lines)
-
-
-def _of(findings: Iterable[Finding], tool: str) -> list[Finding]:
-    return [finding for finding in findings if finding.tool == tool]
-
-
-def environment() -> dict[str, str]:
-    """What ran: GPU and versions."""
-    import torch
-    import triton
-
-    found = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "python": sys.version.split()[0],
-    }  # fmt: skip
-    if shutil.which("compute-sanitizer"):
-        done = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
-        found["compute_sanitizer"] = " ".join(re.findall(r"Version\s+\S+", done.stdout))
-    return found
+    return "\n".join([*lines, f"{len(findings)} findings, {len(unknown)} of which nothing explains"])
 
 
 if __name__ == "__main__":
