@@ -216,7 +216,7 @@ def test_a_mutant_is_killed_or_survives_or_cannot_be_judged(
 ) -> None:
     before = (tree / "src/small.py").read_text()
     mutant = mutate.Mutant("name", "src/small.py", old, "3 * x", "what", (f"test_small.py::{test}",))
-    verdict = mutate.judge(mutant, tree, 300.0)
+    verdict = mutate.judge(mutant, tree)
     assert verdict.status == status, verdict
     assert by in verdict.by
     assert (tree / "src/small.py").read_text() == before
@@ -225,21 +225,24 @@ def test_a_mutant_is_killed_or_survives_or_cannot_be_judged(
 def test_a_test_that_fails_anyway_kills_nothing(tree: Path) -> None:
     (tree / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
     mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", ("test_wrong.py",))
-    verdict = mutate.judge(mutant, tree, 300.0)
+    verdict = mutate.judge(mutant, tree)
     assert (verdict.status, verdict.by) == ("error", "without the fault too: test_wrong.py::test_wrong")
 
 
 def test_the_wider_tests_run_if_the_first_pass(tree: Path) -> None:
     first, wider = ("test_small.py::test_nothing",), ("test_small.py",)
     mutant = mutate.Mutant("name", "src/small.py", "2 * x", "3 * x", "what", first, wider=wider)
-    verdict = mutate.judge(mutant, tree, 300.0)
+    verdict = mutate.judge(mutant, tree)
     assert (verdict.status, verdict.by) == ("killed", "test_small.py::test_value")
 
 
 def test_mutants_have_names_tests_and_places() -> None:
     mutants = mutate.read_mutants()
-    assert len(mutants) >= 40
+    assert len({mutant.name for mutant in mutants}) == len(mutants) >= 40
     for mutant in mutants:
+        assert mutant.needs in ("cpu", "gpu")
+        assert mutant.tests
+        assert mutant.old != mutant.new
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
         for test in (*mutant.tests, *mutant.wider):
             file, _, name = test.partition("::")
