@@ -37,7 +37,6 @@ from random_cases import (
     function_of,
     judging,
     parse,
-    python_of,
     reference_of,
     run_calls,
     run_family,
@@ -572,25 +571,6 @@ def test_pytorch_is_held_to_its_own_sums_of_a_batch(monkeypatch: pytest.MonkeyPa
 # ----------------------------------------------------------------------------------------------------------
 # What is printed
 # ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operator", RUNNABLE)
-def test_the_python_of_a_call_runs_and_is_the_call(
-    operator: str, device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for index in range(4):
-        call = make_call(operator, Choices(f"{operator} {index}", small=True))
-        names: dict[str, Any] = {}
-        precision = torch.get_float32_matmul_precision()
-        try:
-            exec(python_of([call], device.type, BACKEND), names)
-        finally:
-            torch.set_float32_matmul_precision(precision)
-        assert "largest error" in capsys.readouterr().out
-        for name, array in call.arrays.items():
-            placed, found = arrays.place(array, name, call.seed, device), names["given"][name]
-            assert torch.equal(found.nan_to_num(7.0), placed.tensor.nan_to_num(7.0))
-            assert found.stride() == placed.tensor.stride()
 
 
 def test_what_fails_prints_a_line_that_repeats_it(

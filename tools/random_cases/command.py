@@ -15,7 +15,6 @@ from random_cases.calls import OPERATORS, Call
 from random_cases.families import Fault, Source, parse, run_calls, text_of
 from random_cases.searching import Outcome, Plan, search
 from random_cases.shrinking import shrink
-from random_cases.text import python_of
 from warploom.errors import ArgumentError
 from warploom.runtime.backend import HAS_TRITON
 
@@ -97,18 +96,17 @@ def run_repeat(text: str, plan: Plan) -> int:
     tally, faults = run_calls(calls, torch.device(plan.device), plan.backend)
     for fault in _distinct(faults):
         print(f"FAILED {_line_of(fault)}")
-        print(python_of([fault.calls[-1]], plan.device, plan.backend))
     print(f"{tally.calls} calls, {tally.cases} cases compared with float64, {len(faults)} failed")
     return int(bool(faults))
 
 
 def report_of(fault: Fault, plan: Plan, seconds: float) -> str:
-    """Returns a failure, simplified: what is wrong, the line that repeats it, and Python to paste."""
+    """Returns a failure, simplified: what is wrong, and the line that repeats it."""
     simple = shrink(fault, torch.device(plan.device), plan.backend, seconds)
     lines = [f"SIMPLIFIED {_line_of(simple)}", f"  {_command(plan, replace(simple, index=None))}"]
     if fault.index is not None:
         lines.append(f"  found by: {_command(plan, fault)}")
-    return "\n".join([*lines, python_of(simple.calls, plan.device, plan.backend), ""])
+    return "\n".join(lines)
 
 
 def _calls_of(text: str, source: Source) -> list[Call]:
