@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -61,6 +61,11 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table whose first ``words`` columns are words, and the others numbers; `NOTHING` without rows."""
+    return markdown([Table.of(heads, rows, words=words)]) if rows else NOTHING
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(map(_escape, cells)) + " |"
 
@@ -81,81 +86,36 @@ class Row:
     typical: Mapping[str, Any]
     """Further parameters of the case whose time is shown."""
     shape: str
-    suites: tuple[str, ...] = field(default=())
-    """Only the cases of these."""
+    suite: str = ""
+    """Only the cases of this one."""
 
 
-_LRPE = "12 × {} × 12 × 128, bf16"
-_TRAINED = "4 × 8k × 16 × {}, causal, bf16"
-_TRAINING = {"batch": 4, "heads": 16, "causal": True, "n": 8192}
+_LRPE = "12 × 4k × 12 × 128, bf16"
+_TRAINED = "4 × 8k × 16 × 128, causal, bf16"
+_BF16, _SILU, _ROTATE = {"dtype": "bfloat16"}, {"activation": "silu"}, {"encoding": "rotate"}
+_TRAINING = {"batch": 4, "heads": 16, "causal": True, "n": 8192, "head_dim": 128}
+_FLOAT32 = {"head_dim": 128, "n": 8192, "float32_precision": "highest"}
+_DECODE = {"batch": 8, "m": 8192, "key_heads": 8, "cache": "dense"}
+_LINEAR = {"batch": 1, "n": 8192, "heads": 96, "head_dim": 128, "decay": "head"}
+_FACTORS = {"batch": 8, "m": 32768, "kv_rank": None}
+_TPA = {"heads": 16, "kv_rank": 2, "n": 8192}
+_STEP = {"size": "md", "context_length": 512}
 ROWS = (
-    Row("RoPE", "lrpe_rope", "fwd", {}, {"n": 4096}, _LRPE.format("4k")),
-    Row("LRPE rotate + SiLU", "lrpe_rotate", "fwd", {"activation": "silu"}, {"n": 4096}, _LRPE.format("4k")),
-    Row("the same", "lrpe_rotate", "bwd", {"activation": "silu"}, {"n": 4096}, _LRPE.format("4k")),
-    Row("LRPE cosine", "lrpe_cosine", "fwd", {"activation": "none"}, {"n": 4096}, _LRPE.format("4k")),
-    Row(
-        "flash attention, training",
-        "flash_attention",
-        "fwd",
-        {"dtype": "bfloat16"},
-        _TRAINING | {"head_dim": 128},
-        _TRAINED.format(128),
-        ("training",),
-    ),
-    Row(
-        "the same",
-        "flash_attention",
-        "bwd",
-        {"dtype": "bfloat16"},
-        _TRAINING | {"head_dim": 128},
-        _TRAINED.format(128),
-        ("training",),
-    ),
-    Row(
-        "flash attention, float32",
-        "flash_attention",
-        "fwd",
-        {"dtype": "float32"},
-        {"head_dim": 128, "n": 8192, "float32_precision": "highest"},
-        "1 × 8k × 1 × 128, causal",
-        ("float32",),
-    ),
-    Row(
-        "attention, decoding",
-        "attention_decode",
-        "fwd",
-        {},
-        {"batch": 8, "m": 8192, "key_heads": 8, "cache": "dense"},
-        "8 × 8k cache, 32:8 heads of 128",
-    ),
-    Row(
-        "linear attention, rotate",
-        "linear_attention",
-        "fwd",
-        {"encoding": "rotate"},
-        {"batch": 1, "n": 8192, "heads": 96, "head_dim": 128, "decay": "head"},
-        "1 × 8k × 96 × 128, decays, bf16",
-    ),
-    Row(
-        "TPA decode", "tpa_decode", "fwd", {}, {"batch": 8, "m": 32768, "kv_rank": None}, "8 × 32k cache, 32 heads"
-    ),
-    Row(
-        "TPA attention",
-        "tpa_attention",
-        "fwd",
-        {},
-        {"heads": 16, "kv_rank": 2, "n": 8192},
-        "1 × 8k × 16 × 128, rank 2, bf16",
-    ),
-    Row(
-        "Transformer, training step",
-        "transformer",
-        "train",
-        {},
-        {"size": "md", "context_length": 512},
-        "md, 4 × 512 tokens, bf16",
-    ),
+    Row("RoPE", "lrpe_rope", "fwd", {}, {"n": 4096}, _LRPE),
+    Row("LRPE rotate + SiLU", "lrpe_rotate", "fwd", _SILU, {"n": 4096}, _LRPE),
+    Row("the same", "lrpe_rotate", "bwd", _SILU, {"n": 4096}, _LRPE),
+    Row("LRPE cosine", "lrpe_cosine", "fwd", {"activation": "none"}, {"n": 4096}, _LRPE),
+    Row("flash attention, training", "flash_attention", "fwd", _BF16, _TRAINING, _TRAINED, "training"),
+    Row("the same", "flash_attention", "bwd", _BF16, _TRAINING, _TRAINED, "training"),
+    Row("flash attention, float32", "flash_attention", "fwd", {}, _FLOAT32, "1 × 8k × 1 × 128, causal", "float32"),
+    Row("attention, decoding", "attention_decode", "fwd", {}, _DECODE, "8 × 8k cache, 32:8 heads of 128"),
+    Row("linear attention, rotate", "linear_attention", "fwd", _ROTATE, _LINEAR, "1 × 8k × 96 × 128, decays, bf16"),
+    Row("TPA decode", "tpa_decode", "fwd", {}, _FACTORS, "8 × 32k cache, 32 heads"),
+    Row("TPA attention", "tpa_attention", "fwd", {}, _TPA, "1 × 8k × 16 × 128, rank 2, bf16"),
+    Row("Transformer, training step", "transformer", "train", {}, _STEP, "md, 4 × 512 tokens, bf16"),
 )
+COMPARED = ("fastest alternative", "its time / ours", "lost / level / compared", "cases")
+"""Heads of the cells that `_compared` returns."""
 
 
 def by_gpu(records: Sequence[Record], devices: Mapping[str, str]) -> dict[str, list[Record]]:
@@ -175,9 +135,8 @@ def gpu_of(section: Section, devices: Mapping[str, str], panel_device: str = "")
 def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Kinds of work: a typical time, its share of the limit, and all cases beside the fastest alternative."""
     rows = [cells for row in ROWS if (cells := _row(row, records, devices))]
-    heads = ["operator", "typical shape", "mode", "GPU", "ms", "of the limit", "fastest alternative"]
-    heads += ["its time / ours", "lost / level / compared", "cases"]
-    return markdown([Table.of(heads, rows, words=4)]) if rows else NOTHING
+    heads = ["operator", "typical shape", "mode", "GPU", "ms", "of the limit", *COMPARED]
+    return markdown_table(heads, rows, words=4)
 
 
 def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> list[str]:
@@ -187,7 +146,7 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
         for record in records
         if record.operator == row.operator
         and record.mode == row.mode
-        and (not row.suites or record.suite in row.suites)
+        and (not row.suite or record.suite == row.suite)
         and _has(record, row.kind)
     ]
     if not chosen:
@@ -226,6 +185,12 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.0f} %"
 
 
+def _spread(shares: Sequence[float]) -> str:
+    """The median of shares of the limit, the least and the most; empty without one."""
+    median, least, most = (_percent(f(shares)) if shares else "" for f in (statistics.median, min, max))
+    return f"{median} ({least} … {most})" if shares else ""
+
+
 def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """Every bench of the first GPU: a table with a row for each combination of parameters and mode."""
     return "\n\n".join(_whole(records, devices, name, "##") for name in [*by_gpu(records, devices)][:1]) or NOTHING
@@ -254,8 +219,7 @@ def _about(section: Section) -> str:
 
 
 def _whole_table(section: Section) -> Table:
-    heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)"]
-    heads += ["fastest alternative", "its time / ours", "lost / level / compared", "cases"]
+    heads = ["case", "mode", f"largest {section.x}", "ms", "of the limit (least … most)", *COMPARED]
     rows = []
     for panel in section.panels:
         for mode in panel.modes:
@@ -265,10 +229,8 @@ def _whole_table(section: Section) -> Table:
             own = [panel.at(mode).get(name, {}) for name in section.own_names]
             firsts = (next((each[x] for each in own if x in each and each[x].ms), None) for x in panel.xs(mode))
             last = next(reversed([point for point in firsts if point]), None)
-            median = _percent(statistics.median(found.shares)) if found.shares else ""
-            spread = f"{median} ({_percent(found.shares[0])} … {_percent(found.shares[-1])})" if median else ""
             place = [format_size(last.x), format_number(last.ms)] if last else ["", ""]
-            rows.append([panel.label, mode, *place, spread, *_compared(found)])
+            rows.append([panel.label, mode, *place, _spread(found.shares), *_compared(found)])
     return Table.of(heads, rows, words=3)
 
 
@@ -320,18 +282,15 @@ Cell = Callable[[Section, Panel, str, Any], str]
 
 def guide_table(folder: str, records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """All benches of an operator's folder in a row for each mode and GPU."""
-    heads = ["bench", "mode", "GPU", "of the limit: median (least … most)", "fastest alternative"]
-    heads += ["its time / ours", "lost / level / compared", "cases"]
+    heads = ["bench", "mode", "GPU", "of the limit: median (least … most)", *COMPARED]
     names = {b.record_name for b in benches().values() if f".{folder}." in f"{b.operator.function.__module__}."}
     rows = []
     for section in arrange([record for record in records if record.operator in names], devices):
         for found in summarize(section):
             if found.shares:
-                share = f"{_percent(statistics.median(found.shares))} "
-                share += f"({_percent(found.shares[0])} … {_percent(found.shares[-1])})"
-                gpu = gpu_of(section, devices, found.device)
-                rows.append([section.operator, format_mode(found.mode), gpu, share, *_compared(found)])
-    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+                place = [section.operator, format_mode(found.mode), gpu_of(section, devices, found.device)]
+                rows.append([*place, _spread(found.shares), *_compared(found)])
+    return markdown_table(heads, rows, words=3)
 
 
 def grid(
@@ -356,12 +315,23 @@ def grid(
             cells = [[cell(section, panel, mode, x) or "–" for mode in MODES] for x in columns]
             if any(set(pair) != {"–"} for pair in cells):
                 rows.append([panel.label or "all", *(" / ".join(pair).replace("– / –", "–") for pair in cells)])
-    return markdown([Table.of(heads, rows)]) if rows else NOTHING
+    return markdown_table(heads, rows)
 
 
 def _ours(section: Section, panel: Panel, mode: str, x: Any) -> Record | None:
     points = (panel.at(mode).get(name, {}).get(x) for name in section.own_names)
     return next((point.record for point in points if point and point.ms), None)
+
+
+def _measured(
+    records: Sequence[Record], devices: Mapping[str, str], modes: Sequence[str]
+) -> Iterator[tuple[Section, Panel, str, Any, Record]]:
+    """Our records that have a time, with their place."""
+    for section in arrange(records, devices):
+        for panel, mode in product(section.panels, modes):
+            for x in panel.xs(mode):
+                if record := _ours(section, panel, mode, x):
+                    yield section, panel, mode, x, record
 
 
 def rate(section: Section, panel: Panel, mode: str, x: Any) -> str:
@@ -379,47 +349,38 @@ def ratio(section: Section, panel: Panel, mode: str, x: Any) -> str:
 def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """A new token: ours, the limit, what else computes it, and the other functions beside it."""
     kind = [record for record in records if record.operator == "tpa_decode" and "kv_rank" not in record.case]
-    rows, heads = [], ["requests, cached tokens", "GPU", "ms", "of the limit", "fastest alternative"]
-    heads += ["its time / ours"]
-    for section in arrange([record for record in kind if record.suite in ("quick", "published")], devices):
-        heads += [f"{name} ms" for name in section.others]
-        for panel in section.panels:
-            for x in panel.xs("fwd"):
-                record, pair = _ours(section, panel, "fwd", x), panel.rival("fwd", x, section)
-                if record:
-                    beside = (panel.at("fwd").get(name, {}).get(x) for name in section.others)
-                    rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
-                    place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {format_size(x)}"
-                    times = [format_number(point.ms) if point else "" for point in beside]
-                    cells = [place, gpu_of(section, devices, panel.device), format_number(record.ms)]
-                    rows.append([*cells, _percent(record.limit_fraction), *rival, *times])
+    kind = [record for record in kind if record.suite in ("quick", "published")]
+    heads = ["requests, cached tokens", "GPU", "ms", "of the limit", "fastest alternative", "its time / ours"]
+    heads += [f"{name} ms" for section in arrange(kind, devices) for name in section.others]
+    rows = []
+    for section, panel, mode, x, record in _measured(kind, devices, ("fwd",)):
+        pair = panel.rival(mode, x, section)
+        beside = (panel.at(mode).get(name, {}).get(x) for name in section.others)
+        rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
+        place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {format_size(x)}"
+        times = [format_number(point.ms) if point else "" for point in beside]
+        cells = [place, gpu_of(section, devices, panel.device), format_number(record.ms)]
+        rows.append([*cells, _percent(record.limit_fraction), *rival, *times])
     return markdown([Table.of(heads, rows, words=2).drop_empty_columns()]) if rows else NOTHING
 
 
 def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """How many cases of LRPE have a smaller share of the limit than was aimed at, and the least."""
+    found: dict[tuple[str, str, str], list[tuple[float, bool, str]]] = {}
+    lrpe = [record for record in records if record.operator.startswith("lrpe_")]
+    for section, panel, mode, x, record in _measured(lrpe, devices, MODES):
+        share, theta = record.limit_fraction, mode == "bwd" and panel.parameters.get("theta_gradient")
+        if share and record.case["activation"] != "softmax_sequence":
+            is_low = share < (0.85 if theta else 0.97 if x >= 2048 else 0.92)
+            key = section.operator, gpu_of(section, devices, panel.device), mode
+            place = f"{section.x} = {format_size(x)}, {replace(panel, device='').label}"
+            found.setdefault(key, []).append((share, is_low, place))
     rows = []
-    for section in arrange([record for record in records if record.operator.startswith("lrpe_")], devices):
-        for device, mode in product(dict.fromkeys(panel.device for panel in section.panels), MODES):
-            shares = 0
-            low: list[tuple[float, str]] = []
-            for panel in section.panels:
-                if panel.device != device:
-                    continue
-                theta = mode == "bwd" and panel.parameters.get("theta_gradient")
-                for x in panel.xs(mode):
-                    record = _ours(section, panel, mode, x)
-                    if record and record.limit_fraction and record.case["activation"] != "softmax_sequence":
-                        shares += 1
-                        place = f"{section.x} = {format_size(x)}, {replace(panel, device='').label}"
-                        if record.limit_fraction < (0.85 if theta else 0.97 if x >= 2048 else 0.92):
-                            low.append((record.limit_fraction, place))
-            if shares:
-                share, place = min(low, default=(None, ""))
-                gpu, count = gpu_of(section, devices, device), f"{len(low)} / {shares}"
-                rows.append([section.operator, format_mode(mode), gpu, count, _percent(share), place])
-    heads = ["bench", "mode", "GPU", "below / measured", "least", "at"]
-    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+    for (operator, gpu, mode), shares in found.items():
+        low = [(share, place) for share, is_low, place in shares if is_low]
+        share, place = min(low, default=(None, ""))
+        rows.append([operator, format_mode(mode), gpu, f"{len(low)} / {len(shares)}", _percent(share), place])
+    return markdown_table(["bench", "mode", "GPU", "below / measured", "least", "at"], rows, words=3)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -442,24 +403,16 @@ def context_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     heads = ["computed", "mode", "GPU", "GPUs", "tokens", "one GPU / GPUs (ms)", "ms", "share"]
     heads += ["fastest alternative", "its ms", "one GPU's bits"]
     found: list[tuple[tuple[int, ...], list[str]]] = []
-    for section in arrange([record for record in records if record.operator == "context_parallel"], devices):
-        for panel, mode in product(section.panels, MODES_OVER_GPUS):
-            for x in panel.xs(mode):
-                record, pair = _ours(section, panel, mode, x), panel.rival(mode, x, section)
-                if record:
-                    kind, gpus = record.case["kind"], record.case["gpus"]
-                    cells = [COMPUTED[kind], format_mode(mode), gpu_of(section, devices, panel.device), str(gpus)]
-                    cells += [
-                        str(x),
-                        format_number(record.limit_ms),
-                        format_number(record.ms),
-                        _share(record.limit_fraction),
-                    ]
-                    cells += [pair.b.provider, format_number(pair.b.ms)] if pair else ["none in the same run", ""]
-                    place = [*COMPUTED].index(kind), x, gpus, MODES_OVER_GPUS.index(mode)
-                    found.append((place, [*cells, _same_bits(record)]))
+    kind = [record for record in records if record.operator == "context_parallel"]
+    for section, panel, mode, x, record in _measured(kind, devices, MODES_OVER_GPUS):
+        computed, gpus, pair = record.case["kind"], record.case["gpus"], panel.rival(mode, x, section)
+        times = format_number(record.limit_ms), format_number(record.ms), _share(record.limit_fraction)
+        rival = [pair.b.provider, format_number(pair.b.ms)] if pair else ["none in the same run", ""]
+        cells = [COMPUTED[computed], format_mode(mode), gpu_of(section, devices, panel.device), str(gpus), str(x)]
+        place = [*COMPUTED].index(computed), x, gpus, MODES_OVER_GPUS.index(mode)
+        found.append((place, [*cells, *times, *rival, _same_bits(record)]))
     rows = [cells for _, cells in sorted(found, key=lambda entry: entry[0])]
-    return markdown([Table.of(heads, rows, words=3)]) if rows else NOTHING
+    return markdown_table(heads, rows, words=3)
 
 
 def _share(fraction: float | None) -> str:
@@ -498,7 +451,7 @@ def training_table(*_: object) -> str:
         held_out = [f"{entry['held_out_loss']:.4f}" for entry in entries if "held_out_loss" in entry]
         cells = [gpu, str(gpus), str(sequences), str(tokens), step, share, speed, losses]
         rows.append([*cells, *(held_out[-1:] or ["–"])])
-    return markdown([Table.of(heads, rows)]) if rows else NOTHING
+    return markdown_table(heads, rows)
 
 
 def _rates(entries: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -645,11 +598,6 @@ def replace_between(file: Path, begin: str, end: str, body: str) -> None:
     if not first or not last:
         raise ArgumentError(f"{file} must hold the marks {begin} and {end}")
     replace_text(file, f"{before}{begin}\n\n{body}\n\n{end}{after}")
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
-    """A Markdown table whose first ``words`` columns are words, and the others numbers."""
-    return markdown([Table.of(heads, rows, words=words)])
 
 
 def main(sources: Sequence[Path]) -> int:
