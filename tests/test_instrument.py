@@ -10,19 +10,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import toy
 
 import warploom.ops
-from warploom.bench import Traffic, measure, records, run_bench, runner, sensors, time_functions, traces
+from warploom.bench import Traffic, compare, measure, records, run_bench, runner, sensors, time_functions, traces
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import fingerprint, source_of
 from warploom.bench.runner import Selection
 from warploom.bench.sensors import Reader, Sample, WatchedClock
 from warploom.cli import main
-from warploom.errors import ArgumentError
+from warploom.errors import ArgumentError, DtypeError
+from warploom.report import write_report
 from warploom.report.panels import Point, load_sections
 from warploom.report.tables import make_tables
 from warploom.testing.specs import load_specs
@@ -74,6 +76,48 @@ def test_the_first_function_stands_for_the_operator() -> None:
     assert not results.ok
     with pytest.raises(ArgumentError, match="must each hold one"):
         time_functions({}, scaled_inputs, [{"n": 16}], reference=scaled)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"modes": ("forward",)}, ArgumentError, "no mode 'forward'; did you mean 'fwd'?"),
+        ({"modes": ()}, ArgumentError, "modes must each hold one"),
+        ({"functions": [scaled]}, DtypeError, "functions must be a dict of functions by name; got list"),
+        ({"functions": {"mine": 3}}, DtypeError, "mine must be a function; got int: 3"),
+        ({"cases": {"n": 16}}, DtypeError, "cases must be a list of dicts of parameters by name; got dict"),
+        ({"cases": [(16,)]}, DtypeError, "cases must be a list of dicts of parameters by name; got tuple"),
+        ({"cases": "n=16"}, DtypeError, "cases must be a list"),
+        ({"make_inputs": lambda n: (torch.randn(n, 8), 1.5)}, DtypeError, "that returns a dict; got tuple"),
+        ({"reference": "scaled"}, DtypeError, "reference must be a function; got str"),
+        ({"traffic": 3}, DtypeError, "traffic must be a function or None"),
+        ({"name": 3}, DtypeError, "name must be a text"),
+        ({"device": "gpu"}, ArgumentError, "device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
+    ],
+)
+def test_wrong_arguments_have_typed_errors(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments = {"functions": {"mine": scaled}, "make_inputs": scaled_inputs, "cases": [{"n": 16}]}
+    with pytest.raises(error, match=re.escape(match)):
+        time_functions(**{**arguments, "reference": scaled, "device": "cpu", **changes})
+
+
+def test_one_mode_cases_of_a_generator_and_paths_as_texts_are_taken(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    results = time_functions(
+        {"mine": scaled, "wrong": lambda x, factor: x},
+        scaled_inputs,
+        ({"n": n} for n in (16, 64)),
+        reference=scaled,
+        modes="fwd_bwd",
+        device="cpu",
+        output=folder,
+    )
+    assert repr(results) == "<Results of functions on cpu: 2 ok, 2 incorrect>"
+    assert {r.min_bytes for r in results.records if r.case == {"n": 16}} == {(1 + 1 + 2 + 1) * 16 * 8 * 4}
+    assert records.load(folder) == records.load([folder]) == records.load(Path(folder))
+    assert repr(compare(folder, f"{folder}:mine")) == f"<Comparison of {folder} and {folder}: 2 cases>"
+    pytest.importorskip("jinja2")
+    assert write_report(folder, str(tmp_path / "report.html")) == tmp_path / "report.html"
 
 
 def test_inputs_are_the_same_in_every_run() -> None:

@@ -127,6 +127,10 @@ class Comparison:
     unmatched: int
     """Cases that only one side has, or providers of one set in different runs."""
 
+    def __repr__(self) -> str:
+        """Returns one line: the two sides and how many cases they share."""
+        return f"<Comparison of {self.a.path} and {self.b.path}: {len(self.pairs)} cases>"
+
     @property
     def means(self) -> list[Mean]:
         """The geometric mean of each operator and mode, and that of everything."""
@@ -201,23 +205,27 @@ def read_side(text: str | Path, provider: str = "") -> Side:
     return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)), fixed)
 
 
-def compare(a: Side, b: Side) -> Comparison:
+def compare(a: Side | str | Path, b: Side | str | Path) -> Comparison:
     """Match the cases of two sides: the same operator, mode and parameters; of several of a side, the last.
 
     Two providers of one set of records are compared within a run alone.
+
+    Args:
+        a: One side, or its text as `read_side` takes it.
+        b: The other.
 
     Raises:
         ArgumentError: They have no case in common.
 
     Example:
         ```python
-        from warploom.bench import compare, read_side
+        from warploom.bench import compare
 
-        sides = read_side("results/h200:warploom"), read_side("results/h200:torch_compile")
-        for pair in compare(*sides).pairs:
+        for pair in compare("results/h200:warploom", "results/h200:torch_compile").pairs:
             print(pair.operator, pair.case, pair.ratio, pair.verdict)
         ```
     """
+    a, b = (side if isinstance(side, Side) else read_side(side) for side in (a, b))
     left, right = _by_case(a.records), _by_case(b.records)
     together = [key for key in left if key in right and (a.path != b.path or left[key].run == right[key].run)]
     pairs = tuple(

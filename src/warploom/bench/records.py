@@ -113,11 +113,16 @@ def append(folder: Path, records: Iterable[Record]) -> None:
     append_lines(folder / RECORDS, (json.dumps(fields, allow_nan=False) for fields in known))
 
 
-def load(paths: Iterable[Path]) -> list[Record]:
+def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Returns one path, or several, as a list."""
+    return [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+
+
+def load(paths: str | Path | Iterable[str | Path]) -> list[Record]:
     """Read records, in the order they were written; of those with one key in one file, the last.
 
     Args:
-        paths: Folders that hold ``records.jsonl``, or such files.
+        paths: Folders that hold ``records.jsonl``, or such files; one or several.
 
     Returns:
         The records. Lines that are none of this version are left out, with a warning that counts them.
@@ -127,15 +132,13 @@ def load(paths: Iterable[Path]) -> list[Record]:
 
     Example:
         ```python
-        from pathlib import Path
-
         from warploom.bench import load
 
-        times = {(r.operator, r.mode, r.provider): r.ms for r in load([Path("results/h200")]) if r.status == "ok"}
+        times = {(r.operator, r.mode, r.provider): r.ms for r in load("results/h200") if r.status == "ok"}
         ```
     """
     records: list[Record] = []
-    for path in paths:
+    for path in as_paths(paths):
         file = path / RECORDS if path.is_dir() else path
         if not file.is_file():
             raise WarploomError(f"{path}: no records here ({RECORDS} is written by `warploom bench`)")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from warploom.bench.records import Record
+from warploom.bench.records import Record, as_paths
 from warploom.bench.storage import replace_text
 from warploom.report.table import render_text
 from warploom.report.tables import make_tables
@@ -18,11 +18,12 @@ def render_terminal(records: Sequence[Record], width: int = 80) -> str:
     return render_text(make_tables(records), width)
 
 
-def write_report(sources: Sequence[Path], output: Path) -> Path:
+def write_report(sources: str | Path | Iterable[str | Path], output: str | Path) -> Path:
     """Write the report of records as an HTML file. Needs jinja2.
 
     Args:
-        sources: Record files, or folders with a ``records.jsonl`` and an ``environment.json``; oldest first.
+        sources: Record files, or folders with a ``records.jsonl`` and an ``environment.json``; one, or several with
+            the oldest first.
         output: The HTML file to write. Its folder is made if needed.
 
     Returns:
@@ -33,5 +34,6 @@ def write_report(sources: Sequence[Path], output: Path) -> Path:
     """
     from warploom.report.page import render
 
-    replace_text(output, render(sources))
+    output = Path(output)
+    replace_text(output, render(as_paths(sources)))
     return output

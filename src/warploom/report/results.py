@@ -6,26 +6,29 @@ import functools
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from warploom.bench.records import Record
+from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection, run
-from warploom.errors import ArgumentError
+from warploom.errors import ArgumentError, DtypeError, fault, unknown
 from warploom.ops import benches, register
 from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic
 from warploom.testing.accuracy import as_tuple
 
 Function = Callable[..., Outputs]
+TIMED = ("fwd", "bwd", "fwd_bwd", "fwd_graph")
+"""The modes of functions that are not an operator's."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a bench. Printed, they are tables."""
+    """The results of a bench. Printed, they are tables; in a notebook, a table and a chart."""
 
     bench: Bench
     outcome: Outcome
@@ -43,6 +46,12 @@ class Results:
     def ok(self) -> bool:
         """True if the operator's own provider was right and timed in every case."""
         return not self.outcome.left and not self.outcome.failed([self.bench], self.device.type)
+
+    def __repr__(self) -> str:
+        """Returns one line: the bench, how many results there are, and how many of them are wrong or failed."""
+        counts = Counter(record.status for record in self.records if record.provider != LIMIT)
+        states = ", ".join(f"{count} {status}" for status, count in counts.items())
+        return f"<Results of {self.bench.name} on {self.device}: {states or 'none'}>"
 
     def __str__(self) -> str:
         """Returns tables of times and memory, by size and provider, and the reasons of failures."""
@@ -107,9 +116,7 @@ def run_bench(
         results = run_bench(rotate, modes=["fwd"], providers=["torch"], case={"activation": ["silu"]})
         ```
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    chosen = _read_device(device)
     if benches().get(bench.name) is not bench:
         register([], [bench])
     kept = None if output else tempfile.TemporaryDirectory(prefix="warploom-")
@@ -126,7 +133,7 @@ def time_functions(
     *,
     reference: Function,
     name: str = "functions",
-    modes: Sequence[str] = ("fwd",),
+    modes: str | Sequence[str] = ("fwd",),
     traffic: Callable[[Case, str], Traffic] | None = None,
     device: str | torch.device = "auto",
     output: str | Path | None = None,
@@ -146,9 +153,10 @@ def time_functions(
         cases: Parameters of the cases, JSON values. The first parameter is that of the rows and of the axis.
         reference: The definition in plain PyTorch, which must work in float64.
         name: The name in the report and in the records.
-        modes: ``fwd``, ``bwd``, ``fwd_graph``.
+        modes: ``fwd``, ``bwd``, ``fwd_bwd``, ``fwd_graph``; one or several.
         traffic: Returns the least bytes and the operations of a case in a mode. By default every input and output
-            is moved once (in the backward every input and gradient), and operations are not counted.
+            is moved once (in the backward every input and gradient, in ``fwd_bwd`` both), and operations are not
+            counted.
         device: The device; ``auto`` for the GPU if there is one.
         output: A folder for the records; by default a temporary folder, which is deleted with the results.
         resume: Skip what ``output`` already has from the same code in the same environment.
@@ -158,7 +166,9 @@ def time_functions(
         The results, with tables and a report.
 
     Raises:
-        ArgumentError: There is no function or no case, or the name is one of warploom's benches.
+        ArgumentError: There is no function or no case, a mode or device is none, or the name is one of warploom's
+            benches.
+        DtypeError: An argument has another type than is written here.
 
     Example:
         ```python
@@ -173,13 +183,27 @@ def time_functions(
         print(results.ok)  # True
         ```
     """
-    if not functions or not cases:
-        raise ArgumentError("time_functions: functions and cases must each hold one at least")
+    _check(isinstance(functions, Mapping), "functions", "a dict of functions by name", functions)
+    listed = isinstance(cases, Iterable) and not isinstance(cases, str | Mapping)
+    _check(listed, "cases", "a list of dicts of parameters by name", cases)
+    cases, modes = list(cases), [modes] if isinstance(modes, str) else list(modes)
+    if not functions or not cases or not modes:
+        raise ArgumentError("time_functions: functions, cases and modes must each hold one at least")
+    for case in cases:
+        _check(isinstance(case, Mapping), "cases", "a list of dicts of parameters by name", case)
+    for key, function in {**functions, "make_inputs": make_inputs, "reference": reference}.items():
+        _check(callable(function), key, "a function", function)
+    _check(traffic is None or callable(traffic), "traffic", "a function or None", traffic)
+    _check(isinstance(name, str), "name", "a text", name)
+    for mode in modes:
+        if mode not in TIMED:
+            raise ArgumentError(f"time_functions: {unknown('mode', str(mode), TIMED)}")
 
     def inputs_of(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             made = make_inputs(**case)
+        _check(isinstance(made, Mapping), "make_inputs", "a function that returns a dict", made)
         return {key: _move(value, device) for key, value in made.items()}
 
     name = name.replace("_", "-")
@@ -197,6 +221,20 @@ def time_functions(
         command=shlex.join(["python", *sys.argv]),
     )
     return run_bench(bench, modes=modes, device=device, output=output, resume=resume, time_limit=time_limit)
+
+
+def _check(right: bool, argument: str, expected: str, got: object) -> None:
+    if not right:
+        raise fault(DtypeError, "time_functions", argument, expected, f"{type(got).__name__}: {got!r:.80}")
+
+
+def _read_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise fault(ArgumentError, "bench", "device", "auto, cpu, cuda or cuda:N", repr(device)) from error
 
 
 def _return_function(function: Function, case: Case) -> Function:
@@ -222,9 +260,10 @@ def _count_traffic(operator: Operator, case: Case, mode: str) -> Traffic:
         ) from error
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     read, written = _count_bytes(tensors), _count_bytes(outputs)
-    if mode == "bwd":
-        read, written = read + written, _count_bytes([tensor for tensor in tensors if tensor.requires_grad])
-    return Traffic.of_bytes(read, written)
+    back, gradients = read + written, _count_bytes([tensor for tensor in tensors if tensor.requires_grad])
+    if mode == "fwd_bwd":
+        return Traffic.of_bytes(read + back, written + gradients)
+    return Traffic.of_bytes(back, gradients) if mode == "bwd" else Traffic.of_bytes(read, written)
 
 
 def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:
