@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import texts
+from overview import draw_overview
 from test_report import GPU, make_records
 
 from warploom.bench.records import Record, append, save_environment
@@ -233,6 +234,20 @@ def test_a_picture_is_the_same_for_the_same_records() -> None:
     assert "H200" in first
     (nothing,) = arrange([replace(r, ms=None, status="error") for r in make_records({"warploom": 1.05})])
     assert texts.draw(nothing, "H200") == ""
+
+
+def test_the_overview_shows_what_is_won_level_and_lost() -> None:
+    case = {"theta": "vector"}
+    for ours, faster, level, slower in ((2.0, 3, 0, 0), (8.0, 0, 3, 0), (9.5, 0, 0, 3)):
+        made = make_records({"warploom": ours, "torch": 8.0}, activations=("none",))
+        records = [replace(r, operator="lrpe_rope", case=r.case | case) for r in made if r.mode == "fwd"]
+        drawn = draw_overview([(section, "H200") for section in arrange(fresh(records))])
+        rows = drawn.partition("RoPE, forward")[2].partition("ours is faster")[0]
+        # The legend has one mark of the first kind before its words.
+        assert rows.count("<circle") - rows.count('fill="none"') == faster + 1
+        assert (rows.count('fill="none"'), rows.count("<path")) == (level, slower)
+        assert f">{slower} / 3<" in rows
+    assert "RoPE" not in draw_overview([])
 
 
 def test_every_picture_is_shown_somewhere() -> None:

@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from overview import draw_overview
+
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, is_clean, is_stale, load, load_environments
 from warploom.bench.storage import load_lines, read_text, replace_text
@@ -606,9 +608,12 @@ def main(sources: Sequence[Path]) -> int:
     records, devices = fresh(sources)
     for name in TEXTS:
         update(ROOT / name, records, devices)
-    for section in arrange(pictured(records, devices), devices):
-        if drawn := draw(section, gpu_of(section, devices)):
-            replace_text(ROOT / "docs" / "figures" / f"{section.operator}.svg", drawn)
+    figures = ROOT / "docs" / "figures"
+    sections = [(section, gpu_of(section, devices)) for section in arrange(pictured(records, devices), devices)]
+    for section, gpu in sections:
+        if drawn := draw(section, gpu):
+            replace_text(figures / f"{section.operator}.svg", drawn)
+    replace_text(figures / "overview.svg", draw_overview(sections))
     return 0
 
 
