@@ -28,14 +28,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _shard(text: str) -> tuple[int, int]:
-    """``2/5`` as (1, 5)."""
-    index, _, of = text.partition("/")
-    if not (index.isdigit() and of.isdigit() and 1 <= int(index) <= int(of)):
-        raise argparse.ArgumentTypeError(f"expected I/N like 2/5, got {text!r}")
-    return int(index) - 1, int(of)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="random_calls.py", description=__doc__.partition("\n")[0])
@@ -47,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=_count, metavar="K", help="processes (default: up to 16 on a GPU, else 1)"
     )
-    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="run the I-th of N parts")
-    parser.add_argument("--anything", action="store_true", help="calls share no compiled kernels: slow on a GPU")
     parser.add_argument("--repeat", metavar="CALL", help="a call that failed, as it was printed")
     options = parser.parse_args(arguments)
     try:
@@ -62,12 +52,12 @@ def _run(options: argparse.Namespace) -> int:
     device = the_device(options.device)
     seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
     operators = command.pick_operators([name.replace("-", "_") for name in options.names])
-    source = command.source_of(seed, operators, device, options.anything)
+    source = command.source_of(seed, operators, device)
     workers = options.workers or (min(MOST_WORKERS, os.cpu_count() or 1) if device.type == "cuda" else 1)
     backend = options.backend
     if backend is None and not command.can_run_kernels(device):
         backend = "auto"
-    plan = Plan(source, device.type, backend, options.seconds, workers, options.shard)
+    plan = Plan(source, device.type, backend, options.seconds, workers)
     return command.run_repeat(options.repeat, plan) if options.repeat else command.run_random(plan)
 
 

@@ -9,7 +9,7 @@ thing (`families`). What fails is repeated from one line and simplified (`shrink
 
 from random_cases.calls import OPERATORS, Call
 from random_cases.definitions import function_of, reference_of
-from random_cases.families import Fault, Source, Tally, parse, run_calls, run_family, text_of
+from random_cases.families import Fault, Source, Tally, parse, run_calls, text_of
 from random_cases.searching import Outcome, Plan, search
 from random_cases.shrinking import shrink
 
@@ -25,7 +25,6 @@ __all__ = [
     "parse",
     "reference_of",
     "run_calls",
-    "run_family",
     "search",
     "shrink",
     "text_of",

@@ -7,11 +7,10 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from random_cases.calls import OPERATORS, Call
+from random_cases.calls import OPERATORS
 from random_cases.families import Fault, Source, parse, run_calls, text_of
 from random_cases.searching import Outcome, Plan, search
 from random_cases.shrinking import shrink
@@ -49,12 +48,12 @@ def can_run_kernels(device: torch.device) -> bool:
     return launch.runs_on_cpu()
 
 
-def source_of(seed: int, operators: Sequence[str], device: torch.device, anything: bool) -> Source:
+def source_of(seed: int, operators: Sequence[str], device: torch.device) -> Source:
     """Returns where families come from on a device: in the interpreter they are small."""
     chosen = tuple(operators)
     if not can_run_kernels(device):  # this operator has no other way to run
         chosen = tuple(name for name in chosen if name != "rotary_attention")
-    return Source(seed, chosen, small=device.type != "cuda", anything=anything)
+    return Source(seed, chosen, small=device.type != "cuda")
 
 
 def run_random(plan: Plan) -> int:
@@ -92,8 +91,7 @@ def run_random(plan: Plan) -> int:
 
 def run_repeat(text: str, plan: Plan) -> int:
     """Run what a line of an earlier run says, and return the exit status."""
-    calls = _calls_of(text, plan.source)
-    tally, faults = run_calls(calls, torch.device(plan.device), plan.backend)
+    tally, faults = run_calls(parse(text), torch.device(plan.device), plan.backend)
     for fault in _distinct(faults):
         print(f"FAILED {_line_of(fault)}")
     print(f"{tally.calls} calls, {tally.cases} cases compared with float64, {len(faults)} failed")
@@ -103,34 +101,12 @@ def run_repeat(text: str, plan: Plan) -> int:
 def report_of(fault: Fault, plan: Plan, seconds: float) -> str:
     """Returns a failure, simplified: what is wrong, and the line that repeats it."""
     simple = shrink(fault, torch.device(plan.device), plan.backend, seconds)
-    lines = [f"SIMPLIFIED {_line_of(simple)}", f"  {_command(plan, replace(simple, index=None))}"]
-    if fault.index is not None:
-        lines.append(f"  found by: {_command(plan, fault)}")
-    return "\n".join(lines)
-
-
-def _calls_of(text: str, source: Source) -> list[Call]:
-    """Returns the calls of a line, which is JSON or a family: ``SEED:INDEX``, and the kind of its source."""
-    if not text[:1].isdigit():
-        return parse(text)
-    seed, index, *kinds = [*text.split(":"), ""] if ":" not in text else text.split(":")
-    if not seed.isdigit() or not index.isdigit() or not set(kinds) <= {"small", "anything"}:
-        raise ArgumentError(f"--repeat {text}: expected SEED:INDEX or the JSON of a call")
-    source = replace(source, seed=int(seed), small="small" in kinds, anything="anything" in kinds)
-    return source.family(int(index))
+    return f"SIMPLIFIED {_line_of(simple)}\n  {_command(plan, simple)}"
 
 
 def _command(plan: Plan, fault: Fault) -> str:
     """Returns the command line that repeats a failure."""
-    words = ["python", "tools/random_calls.py"]
-    source = plan.source
-    if fault.index is not None:
-        words += source.operators if source.operators != OPERATORS else ()
-        kinds = [kind for kind in ("small", "anything") if getattr(source, kind)]
-        words += ["--repeat", ":".join([str(source.seed), str(fault.index), *kinds])]
-    else:
-        words += ["--repeat", text_of(fault.calls)]
-    words += ["--device", plan.device]
+    words = ["python", "tools/random_calls.py", "--repeat", text_of(fault.distinct), "--device", plan.device]
     words += ["--backend", plan.backend] if plan.backend else []
     interpreted = plan.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return ("TRITON_INTERPRET=1 " if interpreted else "") + shlex.join(words)

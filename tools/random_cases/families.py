@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from random_cases.judging import Failure, Prepared, Verdict, judge, judge_entry,
 from warploom.errors import ArgumentError
 from warploom.runtime.plans import ALL_PLANS
 
-__all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "run_family", "text_of"]
+__all__ = ["FAMILIES", "Fault", "Source", "Tally", "forget_plans", "parse", "run_calls", "text_of"]
 
 FAMILIES = 256
 """That share the options which kernels are compiled for: a run of them."""
@@ -84,20 +84,13 @@ class Fault:
     detail: str
     fatal: bool = False
     """True if the process can run nothing more."""
-    index: int | None = field(default=None, compare=False)
-    """Of the family."""
     rounds: int = field(default=1, compare=False)
     """How many times the calls were run until it showed."""
 
-    def found_in(self, index: int | None) -> Fault:
-        """Returns the fault with the family that it was found in."""
-        return replace(self, index=index)
-
-
-def run_family(source: Source, index: int, device: torch.device, backend: str | None) -> tuple[Tally, list[Fault]]:
-    """Run a family of a source."""
-    tally, faults = run_calls(source.family(index), device, backend)
-    return tally, [fault.found_in(index) for fault in faults]
+    @property
+    def distinct(self) -> list[Call]:
+        """The calls, each once."""
+        return [call for place, call in enumerate(self.calls) if call not in self.calls[:place]]
 
 
 def run_calls(

@@ -6,6 +6,7 @@ A process that dies or hangs costs the family that it ran, and is replaced.
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from known_failures import entries, known_call
 
-from random_cases.families import FAMILIES, Fault, Source, Tally, run_family
+from random_cases.families import FAMILIES, Fault, Source, Tally, run_calls
 
 __all__ = ["Outcome", "Plan", "search"]
 
@@ -39,16 +40,11 @@ class Plan:
     """What every call runs on; None for its own choice."""
     seconds: float = 60.0
     workers: int = 1
-    shard: tuple[int, int] = (0, 1)
-    """Of several machines or commands, which one this is, and how many there are."""
 
     def indices(self, worker: int) -> Iterator[int]:
         """Yield the families of a process: every so many runs of `FAMILIES`."""
-        index, of = self.shard
-        run = index * self.workers + worker
-        while True:
+        for run in itertools.count(worker, self.workers):
             yield from range(run * FAMILIES, (run + 1) * FAMILIES)
-            run += of * self.workers
 
 
 @dataclass
@@ -95,7 +91,7 @@ _Result = tuple[int, Tally, list[Fault]]
 def _in_this_process(plan: Plan) -> Iterator[_Result]:
     end, device = time.monotonic() + plan.seconds, torch.device(plan.device)
     for index in plan.indices(0):
-        tally, faults = run_family(plan.source, index, device, plan.backend)
+        tally, faults = run_calls(plan.source.family(index), device, plan.backend)
         yield index, tally, faults
         if time.monotonic() > end or any(fault.fatal for fault in faults):
             return
@@ -127,7 +123,7 @@ class _Worker:
         if any(fault.fatal for fault in faults):
             self.stop()
             self.pool = self._new_pool()
-        return self.index, tally, [fault.found_in(self.index) for fault in faults]
+        return self.index, tally, faults
 
     def stop(self) -> None:
         """End the process."""
@@ -164,7 +160,7 @@ def _run_with_memory(plan: Plan, index: int) -> tuple[Tally, list[Fault]]:
     device = torch.device(plan.device)
     for pause in PAUSES:
         try:
-            tally, faults = run_family(plan.source, index, device, plan.backend)
+            tally, faults = run_calls(plan.source.family(index), device, plan.backend)
         except Exception as error:  # of the checker itself
             place = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"

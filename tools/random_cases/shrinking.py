@@ -40,8 +40,7 @@ def shrink(fault: Fault, device: torch.device, backend: str | None, seconds: flo
         found = next((found for found in faults if found.kind == fault.kind), None)
         return found and replace(found, calls=tuple(calls))
 
-    calls = [call for place, call in enumerate(fault.calls) if call not in fault.calls[:place]]
-    best = again(fault.calls[-1:]) or again(calls)
+    best = again(fault.calls[-1:]) or again(fault.distinct)
     if best is None:
         return fault
     for call in best.calls:
