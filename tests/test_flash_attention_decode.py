@@ -228,7 +228,7 @@ def test_bits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("kind", ["dense", "lengths"])
 def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
     """On 132 multiprocessors: 16 chunks of 512 keys for each of 8 heads, of one to 32 batch entries."""
-    from warploom.ops.flash_attention.problem import Call, Mask
+    from warploom.ops.flash_attention.problem import Call, MaskSpec
     from warploom.ops.flash_attention.triton import launch_decode as decode
 
     one = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)
@@ -236,7 +236,7 @@ def test_programs_take_as_many_chunks_as_leave_work_for_all(kind: str) -> None:
     for batch in (1, 8, 32):
         q, k = one.expand(batch, 1, 32, 128), one.expand(batch, 8192, 8, 128)
         lengths = torch.zeros(batch, dtype=torch.int32) if kind == "lengths" else None
-        call = Call.of(q, k, k, Mask(right=0, seqused_k=lengths), 1.0)
+        call = Call.of(q, k, k, MaskSpec(right=0, seqused_k=lengths), 1.0)
         tiles = decode.decode_tiles(90, call.dtype, 128, 128, 4)
         assert decode.chunks_of(call, tiles, 1) == 16
         found[batch] = decode.chunks_of_program(call, tiles, 16, batch * 8)

@@ -36,7 +36,7 @@ def suits(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.1, **mask
     from warploom.ops.flash_attention.triton import launch as launchers
 
     shape = launchers.Shape.of(q, k, v)
-    return launchers_hopper.obstacle(name, shape, launchers.Mask(**mask), scale, q, k, v) is None
+    return launchers_hopper.obstacle(name, shape, launchers.MaskSpec(**mask), scale, q, k, v) is None
 
 
 def empty(n: int = 70, heads: int = 30, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -95,7 +95,7 @@ def test_long_loops_of_few_heads_are_split(name: str, hopper: None) -> None:
         from warploom.ops.flash_attention.triton import launch as launchers
 
         x = torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="meta")
-        return launchers_hopper.splits_of(name, launchers.Shape.of(x, x, x), launchers.Mask(**mask), x.device)
+        return launchers_hopper.splits_of(name, launchers.Shape.of(x, x, x), launchers.MaskSpec(**mask), x.device)
 
     assert parts(4, 2048, 16) == parts(4, 2048, 16, right=0) == 1
     assert parts(1, 128, 1) == parts(1, 128, 1, right=0) == 1
@@ -215,7 +215,7 @@ def test_which_calls_form_all_gradients_together(
 
     monkeypatch.setattr(launchers_hopper, "programs_at_once", lambda device: 132)
     q, k = (torch.empty(1, length, 8, 128, dtype=torch.bfloat16, device="meta") for length in (n, m))
-    call = launchers.Call.of(q, k, k, launchers.Mask(**mask), 0.1)
+    call = launchers.Call.of(q, k, k, launchers.MaskSpec(**mask), 0.1)
     assert launchers_hopper.is_fused_faster(call.shape, call.mask, call.device) is together
 
 
@@ -229,7 +229,7 @@ def test_a_chunk_has_the_results_of_the_whole(
     """As long as it takes the same kernels: attention over several GPUs asks for those of the whole."""
     from warploom.ops.flash_attention.engine import backward, forward
     from warploom.ops.flash_attention.hopper import launch as launchers_hopper
-    from warploom.ops.flash_attention.problem import Mask
+    from warploom.ops.flash_attention.problem import MaskSpec
     from warploom.runtime.plans import Plans
 
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 1)
@@ -238,7 +238,7 @@ def test_a_chunk_has_the_results_of_the_whole(
     grad, found = torch.randn_like(q), {}
     for begin, end in ((0, n), (0, n // 5), (n // 5, 3 * n // 4)):
         chunk = q[:, begin:end], k[:, :end], v[:, :end]
-        plans, of = Plans(), (Mask(None, 0), 0.1, None)
+        plans, of = Plans(), (MaskSpec(None, 0), 0.1, None)
         out, lse, statistics = forward(*chunk, *of, plans)
         results = tuple(map(torch.empty_like, chunk))
         backward(grad[:, begin:end], None, *chunk, out, statistics, *of, plans, results=results, fused=together)
@@ -768,7 +768,7 @@ def test_few_rows_in_many_sequences_stay_with_the_other_kernels(hopper: None) ->
     def suits(tokens: int, sequences: int, name: str = "backward", key_heads: int = 2) -> bool:
         q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (2, key_heads))
         bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-        call = launchers.Call.of(q, k, k, launchers.Mask(0, 0, bounds, bounds), 0.1)
+        call = launchers.Call.of(q, k, k, launchers.MaskSpec(0, 0, bounds, bounds), 0.1)
         return packed.suits(name, call, q, k)
 
     for name, mean in (("forward", 128), ("backward", 256)):

@@ -153,7 +153,7 @@ def test_which_problems_are_small() -> None:
 
     def few(n: int, heads: int = 1, d: int = 64, dtype: torch.dtype = torch.bfloat16, **mask: Any) -> list[bool]:
         x = torch.empty(1, n, heads, d, dtype=dtype)
-        call = launchers.Call.of(x, x, x, launchers.Mask(**mask), 0.1)
+        call = launchers.Call.of(x, x, x, launchers.MaskSpec(**mask), 0.1)
         tiles = [launchers.is_small_for(kernel, call) for kernel in ("forward", "key", "query")]
         return [launchers_small.suits_backward(*call[:3], x, x), *tiles]
 

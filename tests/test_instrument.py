@@ -21,7 +21,7 @@ from warploom.bench import Traffic, compare, measure, records, run_bench, runner
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import fingerprint, source_of
 from warploom.bench.runner import Selection
-from warploom.bench.sensors import Reader, Sample, WatchedClock
+from warploom.bench.sensors import Reader, Reading, WatchedClock
 from warploom.cli import main
 from warploom.errors import ArgumentError, DtypeError
 from warploom.report import write_report
@@ -349,7 +349,7 @@ class Still:
             sampler()
 
 
-def watched(*samples: Sample) -> WatchedClock:
+def watched(*samples: Reading) -> WatchedClock:
     """A clock that has seen these samples, one after each repetition."""
     left = list(samples)
     clock = WatchedClock(Still(), Reader(lambda: left.pop(0) if left else None, 0.0))
@@ -360,7 +360,7 @@ def watched(*samples: Sample) -> WatchedClock:
     return clock
 
 
-STEADY = Sample(1980, 50, 0)
+STEADY = Reading(1980, 50, 0)
 
 
 @pytest.mark.parametrize(
@@ -368,17 +368,17 @@ STEADY = Sample(1980, 50, 0)
     [
         ([STEADY] * 5, None),
         ([], None),
-        ([Sample(345, 30, 1), STEADY, STEADY], None),  # it woke up
-        ([STEADY, STEADY, Sample(1900, 51, 0)], None),
-        ([STEADY, STEADY, Sample(1500, 70, 0)], "the SM clock went from 1500 to 1980 MHz, at 70 °C"),
-        ([STEADY, STEADY, Sample(1500, 70, sensors.POWER_CAP)], None),
+        ([Reading(345, 30, 1), STEADY, STEADY], None),  # it woke up
+        ([STEADY, STEADY, Reading(1900, 51, 0)], None),
+        ([STEADY, STEADY, Reading(1500, 70, 0)], "the SM clock went from 1500 to 1980 MHz, at 70 °C"),
+        ([STEADY, STEADY, Reading(1500, 70, sensors.POWER_CAP)], None),
         (
-            [STEADY, Sample(1980, 88, 0x20 | 0x40)],
+            [STEADY, Reading(1980, 88, 0x20 | 0x40)],
             "thermal slowdown by the driver, thermal slowdown by the hardware",
         ),
     ],
 )
-def test_a_disturbance_is_a_slowdown_or_a_clock_that_moves(samples: list[Sample], found: str | None) -> None:
+def test_a_disturbance_is_a_slowdown_or_a_clock_that_moves(samples: list[Reading], found: str | None) -> None:
     clock = watched(*samples)
     assert (clock.disturbance() or "").startswith(found or "")
     assert (clock.disturbance() is None) == (found is None)
@@ -389,7 +389,7 @@ def test_a_disturbance_is_a_slowdown_or_a_clock_that_moves(samples: list[Sample]
 def test_sensors_are_read_no_more_often_than_they_may() -> None:
     reads: list[int] = []
 
-    def read() -> Sample:
+    def read() -> Reading:
         reads.append(1)
         return STEADY
 
@@ -411,7 +411,7 @@ def test_nvidia_smi_is_read_and_its_absence_is_no_error(monkeypatch: pytest.Monk
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '1980, 45, 0x0000000000000004'\n")
     tool.chmod(0o755)
-    assert reader.read() == Sample(1980, 45, sensors.POWER_CAP)
+    assert reader.read() == Reading(1980, 45, sensors.POWER_CAP)
     tool.write_text("#!/bin/sh\necho '[N/A], 45, [N/A]'\n")
     assert reader.read() is None
 
@@ -419,7 +419,7 @@ def test_nvidia_smi_is_read_and_its_absence_is_no_error(monkeypatch: pytest.Monk
 def test_a_disturbed_case_is_marked_shown_and_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    hot = Reader(lambda: Sample(1980, 90, 0x40), 0.0)
+    hot = Reader(lambda: Reading(1980, 90, 0x40), 0.0)
     monkeypatch.setattr(runner, "make_reader", lambda device: hot)
     bench = toy.make_bench(torch=lambda case: toy.reference, broken=toy.broken)
     selection = Selection(modes=["fwd"], case={"n": [64]})

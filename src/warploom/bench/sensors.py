@@ -34,7 +34,7 @@ CLOCK_RANGE = 1.1
 
 
 @dataclass(frozen=True)
-class Sample:
+class Reading:
     """A reading of the sensors."""
 
     sm_mhz: int
@@ -47,7 +47,7 @@ class Sample:
 class Reader:
     """Reads the sensors of a device."""
 
-    read: Callable[[], Sample | None]
+    read: Callable[[], Reading | None]
     """Returns None when they do not answer."""
     every_s: float
     """Seconds between two readings, so that reading disturbs nothing itself."""
@@ -59,7 +59,7 @@ class WatchedClock:
     def __init__(self, clock: Clock, reader: Reader | None) -> None:
         self.clock = clock
         self.reader = reader
-        self.samples, self.next_s, self.counts = list[Sample](), 0.0, False
+        self.samples, self.next_s, self.counts = list[Reading](), 0.0, False
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
@@ -139,9 +139,9 @@ def _nvml_reader(uuid: str) -> Reader | None:
     except nvml.NVMLError:  # no driver, or one that does not know this GPU
         return None
 
-    def read() -> Sample | None:
+    def read() -> Reading | None:
         try:
-            return Sample(
+            return Reading(
                 nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
                 nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
                 nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
@@ -153,10 +153,10 @@ def _nvml_reader(uuid: str) -> Reader | None:
 
 
 def _smi_reader(uuid: str) -> Reader | None:
-    def read() -> Sample | None:
+    def read() -> Reading | None:
         try:
             clock, celsius, reasons = nvidia_smi(uuid, "clocks.sm,temperature.gpu,clocks_event_reasons.active")
-            return Sample(int(clock), int(celsius), int(reasons, 16))
+            return Reading(int(clock), int(celsius), int(reasons, 16))
         except ValueError:
             return None
 

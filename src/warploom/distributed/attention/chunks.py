@@ -9,7 +9,7 @@ import torch
 from warploom.distributed.attention.plan import PlainCall
 from warploom.distributed.ranks import Bounds
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.problem import Logits, Mask
+from warploom.ops.flash_attention.problem import Logits, MaskSpec
 from warploom.runtime.modes import read_bounds
 from warploom.runtime.plans import Plans, tensor_key
 
@@ -116,14 +116,18 @@ def _attend(
     )  # fmt: skip
 
 
-def _describe(inputs: ChunkInputs, plans: Plans) -> tuple[Mask, Logits, Plans]:
+def _describe(inputs: ChunkInputs, plans: Plans) -> tuple[MaskSpec, Logits, Plans]:
     """Returns a call as the kernels know it, and their plans of it."""
     q, k, v, sink, call, options = inputs
     known = plans.get(
         (*map(tensor_key, (q, k, v, sink, call.cu_seqlens_q)), call.left, call.right, *options), Plans
     )
     sink = None if sink is None else sink.resolve_neg().contiguous()
-    return Mask(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k), Logits(options.softcap, sink), known
+    return (
+        MaskSpec(call.left, call.right, call.cu_seqlens_q, call.cu_seqlens_k),
+        Logits(options.softcap, sink),
+        known,
+    )
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: ContextAttentionOptions) -> bool:

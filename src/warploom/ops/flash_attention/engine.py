@@ -22,7 +22,7 @@ from warploom.ops.flash_attention.choose import (
 )
 from warploom.ops.flash_attention.hopper.launch import is_fused_faster
 from warploom.ops.flash_attention.hopper.launch_varlen import spread_rows
-from warploom.ops.flash_attention.problem import PLAIN, Call, Logits, Mask, Shape
+from warploom.ops.flash_attention.problem import PLAIN, Call, Logits, MaskSpec, Shape
 from warploom.ops.flash_attention.triton.launch import precision_of
 from warploom.ops.flash_attention.variants import (
     COUNTERS,
@@ -53,7 +53,7 @@ __all__ = [
     "HopperForward",
     "HopperGradient",
     "Logits",
-    "Mask",
+    "MaskSpec",
     "SeparateBackward",
     "backward",
     "forward",
@@ -86,7 +86,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: MaskSpec,
     scale: float,
     precision: str | None,
     plans: Plans,
@@ -121,7 +121,7 @@ def plan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: MaskSpec,
     scale: float,
     precision: str,
     aligned: bool,
@@ -148,7 +148,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     statistics: Tensor,
-    mask: Mask,
+    mask: MaskSpec,
     scale: float,
     precision: str | None,
     plans: Plans,
@@ -191,7 +191,7 @@ def plan_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    mask: Mask,
+    mask: MaskSpec,
     scale: float,
     precision: str,
     aligned: bool,
@@ -218,4 +218,4 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], left: int |
     rows, sequences = bounds[-1], len(bounds) - 1
     rows = spread_rows(rows, sequences) if sequences > 1 else rows
     shape = Shape.of(q, k, v)._replace(tokens=rows, keys=rows)
-    return is_fused_faster(shape, Mask(left, right), q.device)
+    return is_fused_faster(shape, MaskSpec(left, right), q.device)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import BackendWarning, warn
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import NAME, Options
+from warploom.ops.flash_attention.validation import NAME, FlashOptions
 from warploom.runtime.dispatch import Tensors
 from warploom.runtime.modes import is_plain_eager, read_bounds
 
@@ -30,7 +30,7 @@ MASKS = 2**24
 """Elements of masks that are kept for the backward; more are made again there."""
 
 
-def obstacle(tensors: Tensors, options: Options, return_lse: bool) -> str | None:
+def obstacle(tensors: Tensors, options: FlashOptions, return_lse: bool) -> str | None:
     """Why PyTorch's own attention does not compute a call, if it does not."""
     q, k, v, sink, *bounds = tensors
     given = [x for x in (q, k, v, *bounds) if x is not None]
@@ -56,7 +56,7 @@ def warn_of_definition(name: str, reason: str) -> None:
         )
 
 
-def define(tensors: Tensors, options: Options, return_lse: bool) -> Any:
+def define(tensors: Tensors, options: FlashOptions, return_lse: bool) -> Any:
     """Attention by the definition, of every call: (B, N, Hq, E) [and lse (B, Hq, N)]."""
     q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
     cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
@@ -68,7 +68,7 @@ def define(tensors: Tensors, options: Options, return_lse: bool) -> Any:
     )  # fmt: skip
 
 
-def attend(tensors: Tensors, options: Options) -> Tensor:
+def attend(tensors: Tensors, options: FlashOptions) -> Tensor:
     """Attention of a call without `obstacle`: (B, N, Hq, E).
 
     Args:
@@ -119,8 +119,8 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _cut(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None, block_table: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """A call, one sequence or batch entry after another where it has bounds or lengths."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -157,7 +157,7 @@ def _zeros(q: Tensor, v: Tensor, rows: int) -> Tensor:
     return q.new_zeros((q.shape[0], rows, q.shape[2], v.shape[3]))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
     """Attention of one sequence, or of a batch of one length."""
     left, right = options.left, options.right
     tokens, keys = q.shape[1], k.shape[1]

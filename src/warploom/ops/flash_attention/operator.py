@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warploom.ops.flash_attention.problem import Logits, Mask
-from warploom.ops.flash_attention.validation import Options
+from warploom.ops.flash_attention.problem import Logits, MaskSpec
+from warploom.ops.flash_attention.validation import FlashOptions
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import count_attention_pairs
@@ -22,7 +22,7 @@ else:
 Tensor = torch.Tensor
 
 
-def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensors:
+def _forward(tensors: Tensors, _: int, options: FlashOptions, plans: Plans) -> Tensors:
     """Attention, lse, and what the backward computes the weights again from."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
@@ -30,25 +30,25 @@ def _forward(tensors: Tensors, _: int, options: Options, plans: Plans) -> Tensor
 
 
 def _mask_and_logits(
-    options: Options,
+    options: FlashOptions,
     sink: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
     block_table: Tensor | None = None,
-) -> tuple[Mask, Logits]:
-    """Mask and logits for the kernels, which read a number for each head or batch entry as adjacent ones."""
+) -> tuple[MaskSpec, Logits]:
+    """Returns mask and logits for the kernels, which read numbers of heads or batch entries as adjacent ones."""
     if seqused_k is not None:
         seqused_k = seqused_k.contiguous()
     if block_table is not None:
         block_table = block_table.contiguous()
     if sink is not None:
         sink = sink.resolve_neg().contiguous()
-    mask = Mask(options.left, options.right, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    mask = MaskSpec(options.left, options.right, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     return mask, Logits(options.softcap, sink)
 
 
-def _fake(tensors: Tensors, options: Options) -> Tensors:
+def _fake(tensors: Tensors, options: FlashOptions) -> Tensors:
     q, _, v, *_ = tensors
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
@@ -56,7 +56,7 @@ def _fake(tensors: Tensors, options: Options) -> Tensors:
 
 
 def _save(
-    tensors: Tensors, options: Options, results: Tensors, wanted: Sequence[bool]
+    tensors: Tensors, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
     """Bounds of sequences are saved, so that autograd sees when they are changed in place."""
     q, k, v, sink, *bounds, _ = tensors
@@ -65,7 +65,7 @@ def _save(
 
 
 def _backward(
-    grads: Tensors, saved: Tensors, _: int, options: Options, extra: tuple[Any, ...], wanted: Sequence[bool],
+    grads: Tensors, saved: Tensors, _: int, options: FlashOptions, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Gradients of q, k, v and the sink."""
@@ -82,7 +82,7 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
     return *(empty_in_order_of(x, x.shape[-1]) for x in saved[:3]), dsink
 
 
-def _flops(tensors: Tensors, options: Options) -> int:
+def _flops(tensors: Tensors, options: FlashOptions) -> int:
     """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
     q, k, v, _, *cu_seqlens, _, block_table = tensors
     if block_table is not None:
@@ -91,7 +91,7 @@ def _flops(tensors: Tensors, options: Options) -> int:
     return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
-def _backward_flops(grads: Tensors, saved: Tensors, options: Options) -> int:
+def _backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> int:
     """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
     q, k, v, _, _, _, *cu_seqlens, _ = saved
     return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
@@ -103,7 +103,7 @@ OPERATOR = CustomOperator(
     tensors=f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? block_table",
     options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap",
     num_results=3,
-    options_type=Options,
+    options_type=FlashOptions,
     forward=_forward,
     fake=_fake,
     flops=_flops,

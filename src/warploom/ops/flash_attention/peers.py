@@ -332,7 +332,7 @@ def _cudnn_deterministic(case: Case) -> Provider:
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
         graph.execute(dict(zip(names, (*inputs, *results), strict=True)), workspace, handle=handle)
 
-    class Attention(torch.autograd.Function):
+    class CudnnAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
@@ -354,7 +354,7 @@ def _cudnn_deterministic(case: Case) -> Provider:
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
         _need_backward()
-        out: Tensor = Attention.apply(q, k, v)
+        out: Tensor = CudnnAttention.apply(q, k, v)
         return out
 
     return attend

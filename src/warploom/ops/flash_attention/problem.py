@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class Mask(NamedTuple):
+class MaskSpec(NamedTuple):
     """Which keys a query sees: what the public arguments come down to."""
 
     left: int | None = None
@@ -88,13 +88,13 @@ class Shape(NamedTuple):
         return 0 in (self.batch_size, self.tokens, self.keys, self.heads)
 
 
-def is_plain(shape: Shape, mask: Mask, scale: float) -> bool:
+def is_plain(shape: Shape, mask: MaskSpec, scale: float) -> bool:
     """Returns whether a call is causal or full attention of all keys, with 2ⁿ features everywhere."""
     plain = mask.left is None and mask.cu_seqlens_q is None and mask.seqused_k is None and scale >= 0
     return plain and shape.head_dim == shape.value_dim == shape.block_d
 
 
-def bounds(shape: Shape, mask: Mask) -> tuple[int, int]:
+def bounds(shape: Shape, mask: MaskSpec) -> tuple[int, int]:
     """Returns how many keys to the left and right of a query's place are seen, where that is bounded.
 
     No more than there are: kernels add these bounds to places, in 32 bits.
@@ -124,7 +124,7 @@ class Costs(NamedTuple):
     merged: float  # elements of parts that are written, read and merged in the time of a step
 
 
-def loop_steps(kernel: str, shape: Shape, mask: Mask, block: int, step: int) -> list[int]:
+def loop_steps(kernel: str, shape: Shape, mask: MaskSpec, block: int, step: int) -> list[int]:
     """Returns the steps of the loop of each tile of a head, for tiles of ``block`` rows and steps of ``step``."""
     offset = shape.keys - shape.tokens  # the last query stands at the last key
     own, other, behind, ahead, times = shape.tokens, shape.keys, mask.left, mask.right, 1
@@ -178,7 +178,7 @@ class Call(NamedTuple):
     """A call of flash attention, apart from its tensors."""
 
     shape: Shape
-    mask: Mask
+    mask: MaskSpec
     scale: float
     dtype: torch.dtype
     device: torch.device
@@ -189,7 +189,9 @@ class Call(NamedTuple):
     fused: bool | None = None  # whether one kernel forms all gradients; None: whichever is faster
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Call:
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scale: float, softcap: float | None = None
+    ) -> Call:
         """Returns the call on these tensors."""
         shape = Shape.of(q, k, v)._replace(keys=mask.keys_of(k))
         return cls(shape, mask, scale, q.dtype, q.device, softcap)

@@ -35,7 +35,7 @@ MAX_PLACES = 2**31 - 2**10
 _LEAST_TILE = 16  # rows
 
 
-class Options(NamedTuple):
+class FlashOptions(NamedTuple):
     """Options of the operator; ``causal`` is a bound of the window."""
 
     left: int | None
@@ -80,7 +80,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
     one = (cu_seqlens_q is None) != (cu_seqlens_k is None)
-    settled = Options(left, right, scale, precision, softcap)
+    settled = FlashOptions(left, right, scale, precision, softcap)
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
     keys *= 1 if block_table is None else block_table.shape[1]
     limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from warploom.ops.flash_attention.hopper.launch_varlen import Copy, Spread
-from warploom.ops.flash_attention.problem import LOG2_E, Mask
+from warploom.ops.flash_attention.problem import LOG2_E, MaskSpec
 from warploom.ops.flash_attention.triton.launch import Terms
 from warploom.runtime.launch import Buffer, Launch
 
@@ -35,7 +35,7 @@ class ForwardInputs(NamedTuple):
     q: Tensor  # (B, N, Hq, D)
     k: Tensor  # (B, M, Hkv, D)
     v: Tensor  # (B, M, Hkv, E)
-    mask: Mask
+    mask: MaskSpec
     sink: Tensor | None
     counters: Tensor | None  # `COUNTERS` that are zero, if there are any already
 
@@ -185,10 +185,10 @@ class BackwardInputs(NamedTuple):
     v: Tensor
     out: Tensor
     statistics: Tensor
-    mask: Mask
+    mask: MaskSpec
 
 
-class Rows(NamedTuple):
+class BackwardRows(NamedTuple):
     """Numbers of queries (B, Hq, N) that the kernels of a backward read, and their counters."""
 
     lse: Tensor
@@ -217,12 +217,12 @@ class Preprocess(NamedTuple):
         inverse: Tensor | None = None,
         counters: Tensor | None = None,
         tiles_added: Tensor | None = None,
-    ) -> Rows:
+    ) -> BackwardRows:
         grad, grad_lse, out, statistics = inputs.grad, inputs.grad_lse, inputs.out, inputs.statistics
         # Two tensors, not two halves of one: the second half's alignment would depend on the length.
         lse, delta = self.rows.empty(out), self.rows.empty(out)
         self.launch(out, grad, statistics, grad_lse, lse, delta, inverse, counters, tiles_added)
-        return Rows(lse, delta, inverse, counters)
+        return BackwardRows(lse, delta, inverse, counters)
 
 
 class SmallBackward(NamedTuple):
@@ -242,7 +242,7 @@ class TritonGradient(NamedTuple):
 
     launch: Launch
 
-    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+    def __call__(self, factors: Tensors, targets: Tensors, rows: BackwardRows, mask: MaskSpec) -> None:
         bounds = mask.cu_seqlens_q, mask.cu_seqlens_k
         self.launch(*factors, rows.lse, rows.delta, rows.inverse, *targets, *bounds, mask.seqused_k)
 
@@ -252,7 +252,7 @@ class UsedKeysGradient(NamedTuple):
 
     inner: TritonGradient
 
-    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+    def __call__(self, factors: Tensors, targets: Tensors, rows: BackwardRows, mask: MaskSpec) -> None:
         for target in targets:
             target.zero_()
         self.inner(factors, targets, rows, mask)
@@ -264,7 +264,7 @@ class HopperGradient(NamedTuple):
     launch: Launch
     keys: bool  # whether it is for dk and dv
 
-    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+    def __call__(self, factors: Tensors, targets: Tensors, rows: BackwardRows, mask: MaskSpec) -> None:
         units = mask.units_k if self.keys else mask.units_q
         self.launch(*factors, *targets, rows.lse, rows.delta, rows.counters, mask.seqused_k, units)
 
@@ -274,7 +274,7 @@ class HopperTermsGradient(NamedTuple):
 
     launch: Launch
 
-    def __call__(self, factors: Tensors, targets: Tensors, rows: Rows, mask: Mask) -> None:
+    def __call__(self, factors: Tensors, targets: Tensors, rows: BackwardRows, mask: MaskSpec) -> None:
         self.launch(*factors, *targets, *rows)
 
 
@@ -316,7 +316,7 @@ class SeparateBackward(NamedTuple):
         self.run(factors, rows, inputs.mask, gradients)
         return rows.delta
 
-    def run(self, factors: Tensors, rows: Rows, mask: Mask, gradients: Gradients) -> None:
+    def run(self, factors: Tensors, rows: BackwardRows, mask: MaskSpec, gradients: Gradients) -> None:
         """Launch what follows the preprocess."""
         dq, dk, dv = gradients
         self.key(factors, (dk, dv), rows, mask)
@@ -340,13 +340,19 @@ class FusedBackward(NamedTuple):
         self._launch(factors, rows, tiles_added, added, inputs.mask, gradients)
         return rows.delta
 
-    def run(self, factors: Tensors, rows: Rows, mask: Mask, gradients: Gradients) -> None:
+    def run(self, factors: Tensors, rows: BackwardRows, mask: MaskSpec, gradients: Gradients) -> None:
         """Launch what follows a preprocess of fewer rows."""
         tiles_added, added = self.tiles_added.empty(rows.lse).zero_(), self.added.empty(rows.lse)
         self._launch(factors, rows, tiles_added, added, mask, gradients)
 
     def _launch(
-        self, factors: Tensors, rows: Rows, tiles_added: Tensor, added: Tensor, mask: Mask, gradients: Gradients
+        self,
+        factors: Tensors,
+        rows: BackwardRows,
+        tiles_added: Tensor,
+        added: Tensor,
+        mask: MaskSpec,
+        gradients: Gradients,
     ) -> None:
         dq, dk, dv = gradients
         lse, delta, _, counters = rows
@@ -373,7 +379,7 @@ class VarlenBackward(NamedTuple):
         given = zip(self.inputs, (q, inputs.k, inputs.v, inputs.grad))
         factors = tuple([copy.spread_out(x, places) for copy, x in given])
         spread_lse, spread_delta = (copy.spread_out(x, places) for copy, x in zip(self.rows, (lse, delta)))
-        rows = Rows(spread_lse, spread_delta, None, counters)
+        rows = BackwardRows(spread_lse, spread_delta, None, counters)
         dq, dk, dv = (copy.spread.empty(q) for copy in self.results)
         self.inner.run(factors, rows, self.spread.mask(places), (dq, dk, dv))
         for copy, spread, gradient in zip(self.results, (dq, dk, dv), gradients):

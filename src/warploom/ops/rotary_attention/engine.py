@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from warploom.ops.flash_attention import engine as attention
-from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.flash_attention.problem import MaskSpec
 from warploom.ops.lrpe import engine as lrpe
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
@@ -19,7 +19,7 @@ from warploom.runtime.pytorch import view
 
 Tensor = torch.Tensor
 
-_CAUSAL = Mask(right=0)
+_CAUSAL = MaskSpec(right=0)
 
 
 class RotaryResults(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from warploom.errors import ArgumentError, fault
 from warploom.ops.flash_attention import fallback
-from warploom.ops.flash_attention.validation import Options
+from warploom.ops.flash_attention.validation import FlashOptions
 from warploom.ops.tpa import reference
 from warploom.ops.tpa.attention.operator import OPERATOR as ATTENTION
 from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
@@ -215,7 +215,7 @@ def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, ba
             )
         )
         formed = (q, k, v, None, cu_seqlens, cu_seqlens, None, None)
-        own = Options(None, 0 if options.causal else None, options.scale, None)
+        own = FlashOptions(None, 0 if options.causal else None, options.scale, None)
         reason = fallback.obstacle(formed, own, False)
         if reason is None:
             out = fallback.attend(formed, own)

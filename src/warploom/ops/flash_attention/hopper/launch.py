@@ -37,7 +37,7 @@ from warploom.ops.flash_attention.problem import (
     LOG2_E,
     Call,
     Costs,
-    Mask,
+    MaskSpec,
     Shape,
     best_splits,
     bounds,
@@ -118,7 +118,7 @@ def _in_pieces(name: str, shape: Shape) -> bool:
     return name in HOPPER_IN_PIECES and _NARROW < shape.head_dim <= 192 and shape.value_dim <= _NARROW and whole
 
 
-def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
+def _tiles(name: str, shape: Shape, mask: MaskSpec) -> HopperTiles:
     width = _width(shape)
     if _in_pieces(name, shape):
         return HOPPER_IN_PIECES[name]
@@ -128,7 +128,7 @@ def _tiles(name: str, shape: Shape, mask: Mask) -> HopperTiles:
     return HOPPER[name][width]
 
 
-def _smaller_are_faster(name: str, shape: Shape, mask: Mask) -> bool:
+def _smaller_are_faster(name: str, shape: Shape, mask: MaskSpec) -> bool:
     """Returns whether the smaller tiles of 64 features are faster than the others."""
     tiles, smaller, programs = HOPPER[name][64], HOPPER_SMALLER[name], HOPPER_MULTIPROCESSORS
     rows = shape.batch_size * shape.heads
@@ -150,7 +150,7 @@ def queries_of_a_sum(shape: Shape) -> int:
     return HOPPER["backward"][_width(shape)].box
 
 
-def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
+def _blocks(name: str, shape: Shape, mask: MaskSpec, block: int) -> tuple[int, int]:
     """Returns the tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
     own, units, heads = shape.tokens, mask.units_q, shape.heads
     if name in ("key", "backward"):
@@ -160,7 +160,7 @@ def _blocks(name: str, shape: Shape, mask: Mask, block: int) -> tuple[int, int]:
     return -(-own // block), shape.batch_size * heads
 
 
-def obstacle(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> str | None:
+def obstacle(name: str, shape: Shape, mask: MaskSpec, scale: float, *tensors: Tensor) -> str | None:
     """Returns why the kernel ``name`` does not take a call with these tensors, apart from their addresses, if so."""
     first = tensors[0]
     features, most = max(shape.head_dim, shape.value_dim), max(HOPPER[name])
@@ -187,7 +187,7 @@ def obstacle(name: str, shape: Shape, mask: Mask, scale: float, *tensors: Tensor
     return None
 
 
-def is_fused_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
+def is_fused_faster(shape: Shape, mask: MaskSpec, device: torch.device) -> bool:
     """Returns whether one kernel for all gradients is faster than two."""
     width = max(shape.head_dim, shape.value_dim)
     if width > _NARROW:
@@ -199,12 +199,12 @@ def is_fused_faster(shape: Shape, mask: Mask, device: torch.device) -> bool:
     return blocks * rows >= _FUSED * (_EVEN + (1 - _EVEN) * uneven) * programs_at_once(device)
 
 
-def splits_of(name: str, shape: Shape, mask: Mask, device: torch.device) -> int:
+def splits_of(name: str, shape: Shape, mask: MaskSpec, device: torch.device) -> int:
     """Returns into how many splits loops are cut."""
     return _best_splits(name, shape, mask, _tiles(name, shape, mask), programs_at_once(device))
 
 
-def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, programs: int) -> int:
+def _best_splits(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, programs: int) -> int:
     """Returns into how many splits loops are best cut with such tiles."""
     if mask.units_q is not None:
         return 1
@@ -217,7 +217,7 @@ def _best_splits(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, progra
     return best_splits(steps, rows, programs, elements, COSTS[name])
 
 
-def _work(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
+def _work(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
     blocks, rows = _blocks(name, shape, mask, tiles.groups * _ROWS)
     # Heads are taken in sections: see `triton.tiles.program_order`.
     length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
@@ -242,7 +242,9 @@ def _boxes(
     }
 
 
-def _kernel(name: str, shape: Shape, mask: Mask, tiles: HopperTiles, scale: float) -> tuple[Any, dict[str, Any]]:
+def _kernel(
+    name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, scale: float
+) -> tuple[Any, dict[str, Any]]:
     """Returns a kernel, and the arguments that not all of them have."""
     pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
     if name == "forward":
@@ -277,7 +279,7 @@ def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packe
     return {"SPLIT": stored, **strides}
 
 
-def _counted(name: str, mask: Mask, tiles: int, programs: int) -> bool:
+def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
     """Returns whether programs take tiles from a counter, which must be zero."""
     if name == "backward":  # the first tile too
         return True

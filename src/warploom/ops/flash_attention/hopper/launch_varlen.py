@@ -9,7 +9,7 @@ import torch
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.hopper.varlen import spread_kernel, units_kernel
 from warploom.ops.flash_attention.hopper.work import UNIT
-from warploom.ops.flash_attention.problem import Call, Mask
+from warploom.ops.flash_attention.problem import Call, MaskSpec
 from warploom.runtime.launch import Buffer, Launch
 from warploom.runtime.layout import layout_for
 from warploom.runtime.memory_order import empty_in_order, memory_order
@@ -69,17 +69,17 @@ class Spread(NamedTuple):
     tables: tuple[Buffer, ...]
     units: Launch
 
-    def places(self, mask: Mask, near: Tensor) -> Places:
+    def places(self, mask: MaskSpec, near: Tensor) -> Places:
         """Where rows are."""
         places = Places(*(table.empty(near) for table in self.tables))
         self.units(mask.cu_seqlens_q, mask.cu_seqlens_k, *places)
         return places
 
-    def mask(self, places: Places) -> Mask:
+    def mask(self, places: Places) -> MaskSpec:
         """The mask of the call on spread rows."""
         return self.call.mask._replace(units_q=places.units_q, units_k=places.units_k)
 
-    def packed_mask(self, places: Places) -> Mask:
+    def packed_mask(self, places: Places) -> MaskSpec:
         """The mask of the call on rows as they come."""
         return self.mask(places)._replace(shifts=places.shifts_q)
 
@@ -122,7 +122,7 @@ def plan(call: Call) -> Spread:
         BLOCK_S=max(1 << (sequences - 1).bit_length(), 16),
     )  # fmt: skip
     nowhere = Places(*(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes))
-    masked = Mask(mask.left, mask.right, units_q=nowhere.units_q, units_k=nowhere.units_k, sequences=sequences)
+    masked = MaskSpec(mask.left, mask.right, units_q=nowhere.units_q, units_k=nowhere.units_k, sequences=sequences)
     spread = shape._replace(tokens=tokens, keys=keys)
     tables = tuple(map(Buffer.like, nowhere))
     return Spread(call._replace(shape=spread, mask=masked), nowhere, tables, units)

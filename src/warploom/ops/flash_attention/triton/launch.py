@@ -12,7 +12,7 @@ from warploom.ops.flash_attention.problem import (
     LOG2_E,
     Call,
     Costs,
-    Mask,
+    MaskSpec,
     Shape,
     best_splits,
     bounds,
@@ -143,7 +143,7 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
         sequences = cu_seqlens.shape[0] - 1
         blocks = -(-length // own) + sequences
         # As if there were one sequence, and no tail.
-        steps = loop_steps(kernel, shape, Mask(), length, step) * (length // own + sequences)
+        steps = loop_steps(kernel, shape, MaskSpec(), length, step) * (length // own + sequences)
     else:
         steps = loop_steps(kernel, shape, mask, own, step)
         blocks = len(steps)

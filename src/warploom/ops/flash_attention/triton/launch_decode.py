@@ -31,7 +31,7 @@ MOST_TOKENS = 16
 """Queries of a batch entry, at most; tiles of more queries read keys as seldom in the other kernels."""
 
 
-class Plan(NamedTuple):
+class SplitPlan(NamedTuple):
     """A launch of the kernel, what joins the chunks that it leaves, and of how many parts these are."""
 
     launch: Launch
@@ -81,7 +81,7 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
     return min(range(chunks, 0, -1), key=work)
 
 
-def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> Plan:
+def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> SplitPlan:
     """Returns the launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
     shape = call.shape
     _, k, _, out = tensors
@@ -114,7 +114,7 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         **layout.of("q", "k", "v", "out"),
     )
     if whole:
-        return Plan(launch, None, 1)
+        return SplitPlan(launch, None, 1)
     results = shape.batch_size * shape.heads * shape.tokens
     combine = Launch(
         combine_chunks_kernel,
@@ -126,4 +126,4 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=1,
         **to.of("out"),
     )  # fmt: skip
-    return Plan(launch, combine, chunks)
+    return SplitPlan(launch, combine, chunks)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from warploom.device.rows import Strides
-from warploom.ops.flash_attention.problem import Mask, Shape, bounds, in_powers_of_two, is_plain, programs_at_once
+from warploom.ops.flash_attention.problem import (
+    MaskSpec,
+    Shape,
+    bounds,
+    in_powers_of_two,
+    is_plain,
+    programs_at_once,
+)
 from warploom.ops.flash_attention.triton.config import SMALL_BACKWARD
 from warploom.ops.flash_attention.triton.small import ROWS, SmallSizes, backward_small_kernel
 from warploom.runtime.launch import Launch, architecture, has_pdl
@@ -25,7 +32,7 @@ def _few(blocks: int, heads: int, q: Tensor) -> bool:
     return blocks * heads <= 2 * programs_at_once(q.device)
 
 
-def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> bool:
+def suits_backward(shape: Shape, mask: MaskSpec, scale: float, *tensors: Tensor) -> bool:
     """Returns whether a backward is a small problem, and the kernel takes it."""
     first = tensors[0]
     if first.dtype == torch.float32 or not 90 <= architecture(first.device) < 120:
@@ -40,7 +47,7 @@ def suits_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> 
     return layout.unit and not layout.wide and few and few_keys
 
 
-def plan_backward(shape: Shape, mask: Mask, scale: float, *tensors: Tensor) -> Launch:
+def plan_backward(shape: Shape, mask: MaskSpec, scale: float, *tensors: Tensor) -> Launch:
     """Returns the launch on q, k, v, grad, lse, delta, dq, dk and dv; ``tensors`` are like these, without lse and delta."""
     layout, tiles = layout_for(Strides, *tensors), SMALL_BACKWARD[shape.head_dim]
     blocks, key_blocks = _blocks(shape.tokens), _blocks(shape.keys)

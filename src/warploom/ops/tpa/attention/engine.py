@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.ops.flash_attention import engine as attention
-from warploom.ops.flash_attention.problem import Mask
+from warploom.ops.flash_attention.problem import MaskSpec
 from warploom.ops.tpa.attention.triton.products import (
     AttentionSizes,
     Operands,
@@ -100,10 +100,10 @@ def backward(
     return products.run_backward(inputs, dq, dk, dv)
 
 
-def _mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
+def _mask(inputs: AttentionInputs, options: AttentionOptions) -> MaskSpec:
     """Returns which keys a query sees."""
     right = 0 if options.causal else None
-    return Mask(right=right, cu_seqlens_q=inputs.cu_seqlens, cu_seqlens_k=inputs.cu_seqlens)
+    return MaskSpec(right=right, cu_seqlens_q=inputs.cu_seqlens, cu_seqlens_k=inputs.cu_seqlens)
 
 
 def _scale(inputs: AttentionInputs, options: AttentionOptions) -> float:
