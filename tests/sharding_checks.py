@@ -279,8 +279,8 @@ def encoding_layers():
     torch.manual_seed(0)
     return [
         LRPE(2, 16, kind="rotate"),
-        Attention(32, 2, position=LRPE(2, 16)),
-        LinearAttention(32, 2, 16),
+        Attention(32, 2, causal=True, position=LRPE(2, 16)),
+        LinearAttention(32, 2),
     ]
 
 

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     """Of outputs, relative and absolute; ten times it of gradients."""
 
     def layer(self, device: torch.device, **keywords: object) -> torch.nn.Module:
-        return self.make(DIM, 3, 8, value_dim=12, **keywords).to(device)
+        return self.make(DIM, 3, value_dim=12, **keywords).to(device)
 
     def assert_near(self, found: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
@@ -140,7 +140,7 @@ def test_gradients_reach_every_parameter(device: torch.device, backend: str, kin
 @kinds
 def test_wrong_calls_are_refused(device: torch.device, kind: Kind) -> None:
     module, x = kind.layer(device), features(device, batch=1)
-    with pytest.raises(ShapeError, match="dim"):
+    with pytest.raises(ShapeError, match="d_model"):
         module(x[..., :5])
     with pytest.raises(ArgumentError, match="cu_seqlens"):
         module(x, kind.cache(), torch.tensor([0, 11], device=device))
@@ -158,7 +158,7 @@ def test_wrong_calls_are_refused(device: torch.device, kind: Kind) -> None:
 
 
 def _attention(*sizes: int, value_dim: int, backend: str = "auto") -> Attention:
-    return Attention(DIM, 3, position=RotaryEmbedding(8))
+    return Attention(DIM, 3, causal=True, position=RotaryEmbedding(8))
 
 
 CACHED = {"attention": Kind(_attention, KVCache, 1e-5), **{name: KINDS[name] for name in ("tpa", "linear rotate")}}

@@ -13,7 +13,7 @@ positions = pytest.mark.parametrize("position", ["rotate", "cosine", "none"])
 
 def layer(device: torch.device, **keywords: object) -> LinearAttention:
     options = {"value_dim": 12, "layer": 1, "layers": 3, "backend": "torch"} | keywords
-    return LinearAttention(24, 3, 8, **options).to(device)
+    return LinearAttention(24, 3, **options).to(device)
 
 
 def features(device: torch.device, batch: int = 2, tokens: int = 11) -> Tensor:
@@ -89,6 +89,6 @@ def test_later_layers_forget_more_slowly(device: torch.device) -> None:
 )
 def test_wrong_sizes_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        LinearAttention(8, 2, 4, **{"layers": 3, **wrong})
+        LinearAttention(8, 2, **{"layers": 3, **wrong})
     with pytest.raises(ArgumentError, match="head_dim"):
-        LinearAttention(8, 2, 5)
+        LinearAttention(8, 2, head_dim=5)

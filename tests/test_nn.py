@@ -6,7 +6,9 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 import warploom
 from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_cosine, lrpe_rotate, nn
 from warploom.nn import LRPE, Attention, FactorCache, KVCache, RotaryEmbedding, SwiGLU
+from warploom.ops.flash_attention import reference as definition
 
 IMPLEMENTATIONS = ("flash", "plain", "sdpa")
 
@@ -202,8 +205,8 @@ def test_frequencies_whose_data_was_cast_are_refused() -> None:
 def test_positions_that_do_not_fit_a_head_are_refused(size: int, make, device: torch.device) -> None:
     """Those of fewer features would turn a part of each head."""
     with pytest.raises(ArgumentError, match=f"Attention: position .*head_dim = 8.* got head_dim = {size}"):
-        Attention(16, 2, position=make(size))
-    layer = Attention(16, 2, position=make(8)).to(device)
+        Attention(16, 2, causal=True, position=make(size))
+    layer = Attention(16, 2, causal=True, position=make(8)).to(device)
     layer.position = make(size).to(device)
     with pytest.raises(ShapeError, match=f"x must be of heads of head_dim = {size} features"):
         layer(random(2, 3, 16, device=device))
@@ -211,7 +214,7 @@ def test_positions_that_do_not_fit_a_head_are_refused(size: int, make, device: t
 
 def test_a_part_of_a_head_turns_where_it_is_asked_for(device: torch.device) -> None:
     x = random(2, 3, 16, device=device)
-    layer = Attention(16, 2, position=RotaryEmbedding(8, rotary_dim=4)).to(device)
+    layer = Attention(16, 2, causal=True, position=RotaryEmbedding(8, rotary_dim=4)).to(device)
     q, k, v = layer.qkv(x).unflatten(-1, (6, 8)).split(2, dim=2)
     q, k = (lrpe_rotate(t, layer.position.theta) for t in (q, k))
     expected = layer.out(warploom.flash_attention(q, k, v, causal=True).flatten(2))
@@ -221,7 +224,7 @@ def test_a_part_of_a_head_turns_where_it_is_asked_for(device: torch.device) -> N
 @pytest.mark.parametrize("rows", [3, 8])
 def test_rows_of_frequencies_that_do_not_fit_the_heads_are_refused(rows: int) -> None:
     with pytest.raises(ArgumentError, match=f"kv_heads = 4, or a divisor; got heads = {rows}"):
-        Attention(64, 8, kv_heads=4, position=LRPE(rows, 8))
+        Attention(64, 8, kv_heads=4, causal=True, position=LRPE(rows, 8))
 
 
 def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:
@@ -266,7 +269,7 @@ def test_lrpe_cosine_knows_only_differences_of_positions_and_shares_rows_among_g
         (lambda: Attention(12, 6, implementation="fast"), "implementation"),
         (lambda: Attention(0, 1), "d_model"),
         (lambda: Attention(12, 6, head_dim=0), "head_dim"),
-        (lambda: Attention(12, 6, position=LRPE(6, 2, activation="softmax_sequence")), "position"),
+        (lambda: Attention(12, 6, causal=True, position=LRPE(6, 2, activation="softmax_sequence")), "position"),
         (lambda: KVCache(0), "capacity"),
     ],
 )
@@ -397,6 +400,7 @@ def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: 
         width,
         heads,
         kv_heads=kv_heads,
+        causal=True,
         head_dim=head_dim,
         position=RotaryEmbedding(head_dim),
         implementation=implementation,
@@ -420,7 +424,7 @@ def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, device: torch.device) -> None:
-    layer = Attention(24, 4, kv_heads=2, position=LRPE(2, 6), implementation=implementation).to(device)
+    layer = Attention(24, 4, kv_heads=2, causal=True, position=LRPE(2, 6), implementation=implementation).to(device)
     prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
     cache = KVCache()
     layer(prompt, cache=cache)
@@ -434,7 +438,9 @@ def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_what_lies_behind_the_lengths_does_not_matter(implementation: str, device: torch.device) -> None:
-    layer = Attention(24, 4, kv_heads=2, position=RotaryEmbedding(6), implementation=implementation).to(device)
+    layer = Attention(
+        24, 4, kv_heads=2, causal=True, position=RotaryEmbedding(6), implementation=implementation
+    ).to(device)
     prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
     results = []
     for padding in (0.0, math.nan, math.inf):
@@ -455,7 +461,7 @@ def test_what_lies_behind_the_lengths_does_not_matter(implementation: str, devic
 def test_nothing_to_attend_with(
     batch: int, tokens: int, position: torch.nn.Module | None, implementation: str, device: torch.device
 ) -> None:
-    layer = Attention(32, 4, kv_heads=2, position=position, implementation=implementation).to(device)
+    layer = Attention(32, 4, kv_heads=2, causal=True, position=position, implementation=implementation).to(device)
     x = random(batch, tokens, 32, device=device).requires_grad_()
     out = layer(x)
     assert out.shape == x.shape
@@ -469,8 +475,134 @@ def test_nothing_to_attend_with(
         assert starts.tolist() == [(2 * tokens + 1) * entry for entry in range(batch + 1)]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (3, None)},
+    "cap_and_sink": {"softcap": 2.0, "sink": True},
+    "normed": {"qk_norm": True, "bias": True},
+    "all": {"causal": True, "window": (4, 0), "softcap": 2.0, "sink": True, "qk_norm": True, "bias": True},
+}
+
+
+def defined(layer: Attention, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer by its definition: projections, norms, positions, and attention's reference."""
+    if context is None:
+        q, kv = layer.qkv(x).split((layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim), -1)
+    else:
+        q, kv = layer.q(x), layer.kv(context)
+    q = q.unflatten(-1, (layer.heads, layer.head_dim))
+    k, v = kv.unflatten(-1, (2, layer.kv_heads, layer.head_dim)).unbind(2)
+    if layer.qk_norm:
+        q, k = (t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+        q, k = q * layer.q_norm.weight, k * layer.k_norm.weight
+    if layer.position is not None:
+        q, k = (lrpe_rotate(t, layer.position.theta, backend="torch") for t in (q, k))
+    options = {"causal": layer.causal, "sink": layer.sink, **layer.options}
+    return layer.out(definition.flash_attention(q, k, v, **options).flatten(2))
+
+
+def with_drawn_parameters(layer: Attention, device: torch.device) -> Attention:
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("sink", "norm.weight", "bias")):
+                parameter.copy_(torch.randn(parameter.shape))
+    return layer.double().to(device)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_attention(name: str, device: torch.device) -> None:
+    position = RotaryEmbedding(6)
+    layer = with_drawn_parameters(Attention(24, 4, kv_heads=2, position=position, **OPTIONS[name]), device)
+    x = random(1, 11, 24, device=device).double().requires_grad_()
+    whole = layer(x)
+    torch.testing.assert_close(whole, defined(layer, x))
+    grad = torch.randn_like(whole)
+    wanted = [x, *layer.parameters()]
+    found, expected = (torch.autograd.grad(out, wanted, grad) for out in (whole, defined(layer, x)))
+    torch.testing.assert_close(found, expected)
+    bounds = torch.tensor([0, 4, 4, 11], device=device)
+    alone = torch.cat((layer(x[:, :4]), layer(x[:, 4:])), 1)
+    torch.testing.assert_close(layer(x, cu_seqlens=bounds), alone)
+    torch.testing.assert_close(layer(x, cu_seqlens_q=bounds), alone)
+    layer.group()
+    torch.testing.assert_close(layer(x), whole)
+    layer.group(False)
+    if layer.causal:
+        with torch.no_grad():
+            cache = KVCache()
+            parts = [layer(x[:, start:end], cache=cache) for start, end in ((0, 7), (7, 8), (8, 11))]
+            torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_of_another_sequence(implementation: str, causal: bool, device: torch.device) -> None:
+    layer = Attention(
+        24, 4, kv_heads=2, context_dim=10, causal=causal, position=RotaryEmbedding(6), implementation=implementation
+    ).double()
+    layer.to(device)
+    x, context = random(2, 5, 24, device=device).double(), random(2, 8, 10, device=device).double()
+    torch.testing.assert_close(layer(x, context=context), defined(layer, x, context))
+    assert {"q.weight", "kv.weight", "out.weight"} <= set(layer.state_dict())
+    if implementation == "flash":
+        q, k = torch.tensor([0, 2, 5], device=device), torch.tensor([0, 7, 8], device=device)
+        packed = layer(x[:1], context=context[:1], cu_seqlens_q=q, cu_seqlens_k=k)
+        alone = [layer(x[:1, a:b], context=context[:1, c:d]) for a, b, c, d in ((0, 2, 0, 7), (2, 5, 7, 8))]
+        torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_blocks_of_an_encoder_and_a_decoder(device: torch.device) -> None:
+    encoder = nn.Block(24, 48, Attention(24, 4)).to(device)
+    cross = Attention(24, 4, context_dim=24)
+    decoder = nn.Block(24, 48, Attention(24, 4, causal=True), cross=cross).to(device)
+    x, y = random(1, 6, 24, device=device), random(1, 5, 24, device=device)
+    context = encoder(x)
+    found = decoder(y, context=context)
+    after = y + decoder.attention(decoder.attention_norm(y))
+    after = after + cross(decoder.cross_norm(after), context=context)
+    torch.testing.assert_close(found, after + decoder.mlp(decoder.mlp_norm(after)))
+    later = torch.cat((y[:, :4], y[:, :1]), 1)
+    torch.testing.assert_close(decoder(later, context=context)[:, :4], found[:, :4])
+    other = torch.cat((x[:, :4], x[:, :2]), 1)
+    assert not torch.allclose(encoder(other)[:, :4], context[:, :4])
+    bounds = torch.tensor([0, 2, 5], device=device), torch.tensor([0, 3, 6], device=device)
+    packed = decoder(y, context=context, cu_seqlens=bounds[0], cu_seqlens_k=bounds[1])
+    alone = [decoder(y[:, a:b], context=context[:, c:d]) for a, b, c, d in ((0, 2, 0, 3), (2, 5, 3, 6))]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+    with pytest.raises(ArgumentError, match="Block: context must be None in a block without cross"):
+        encoder(x, context=context)
+    with pytest.raises(ArgumentError, match=r"context must be \(B, M, context_dim\)"):
+        decoder(y)
+
+
+def test_what_options_exclude(device: torch.device) -> None:
+    for options in ({"window": (1, 1)}, {"softcap": 1.0}, {"sink": True}):
+        for implementation in ("sdpa", "plain"):
+            with pytest.raises(ArgumentError, match="implementation must be 'flash' with a window"):
+                Attention(12, 2, implementation=implementation, **options)
+    x, bounds = random(1, 3, 12, device=device), torch.tensor([0, 3], device=device)
+    full, causal = Attention(12, 2).to(device), Attention(12, 2, causal=True).to(device)
+    cross = Attention(12, 2, causal=True, context_dim=12).to(device)
+    calls: dict[str, Callable[[], Any]] = {
+        "cache must be left out unless the layer is causal": lambda: full(x, cache=KVCache()),
+        "cu_seqlens must be left out with a cache": lambda: causal(x, cache=KVCache(), cu_seqlens_k=bounds),
+        "cu_seqlens_q must be None with cu_seqlens": lambda: full(x, cu_seqlens=bounds, cu_seqlens_q=bounds),
+        "context must be None": lambda: full(x, context=x),
+        "cache must be None with a context": lambda: cross(x, context=x, cache=KVCache()),
+        "cu_seqlens must be None but": lambda: Attention(12, 2, implementation="sdpa").to(device)(
+            x, cu_seqlens=bounds
+        ),
+    }
+    for message, call in calls.items():
+        with torch.no_grad(), pytest.raises(ArgumentError, match=f"Attention: {message}"):
+            call()
+    with pytest.raises(ShapeError, match=r"context must be .* with context_dim = 12"):
+        cross(x, context=x[..., :5])
+
+
 def test_what_attention_refuses(device: torch.device) -> None:
-    layer = Attention(12, 2).to(device)
+    layer = Attention(12, 2, causal=True).to(device)
     x = random(2, 3, 12, device=device)
     for wrong in (x[0], x[..., :6], x[None]):
         with pytest.raises(ShapeError, match=r"x must be \(B, N, d_model\) with d_model = 12"):
@@ -502,13 +634,14 @@ def test_what_a_module_was_built_with_is_in_its_repr() -> None:
     texts = {
         SwiGLU(32, 64): "d_model=32, d_ff=64",
         Attention(32, 4, kv_heads=2, position=None, implementation="sdpa"): (
-            "d_model=32, heads=4, kv_heads=2, head_dim=8, implementation='sdpa'"
+            "d_model=32, heads=4, kv_heads=2, head_dim=8, causal=False, implementation='sdpa'"
         ),
-        nn.TensorProductAttention(32, 4, 8, rank_q=3, value_dim=6, backend="torch"): (
-            "dim=32, heads=4, head_dim=8, value_dim=6, rank_q=3, rank_k=2, rank_v=2, causal=False, backend='torch'"
+        nn.TensorProductAttention(32, 4, rank_q=3, value_dim=6, backend="torch"): (
+            "d_model=32, heads=4, head_dim=8, value_dim=6, rank_q=3, rank_k=2, rank_v=2, causal=False, "
+            "backend='torch'"
         ),
-        nn.LinearAttention(32, 4, 8, activation="relu", layer=1, layers=3): (
-            "dim=32, heads=4, head_dim=8, value_dim=8, activation='relu', layer=1, layers=3, backend='auto'"
+        nn.LinearAttention(32, 4, activation="relu", layer=1, layers=3): (
+            "d_model=32, heads=4, head_dim=8, value_dim=8, activation='relu', layer=1, layers=3, backend='auto'"
         ),
         nn.TransformerLM(config): repr(config),
     }

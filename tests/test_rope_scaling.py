@@ -66,7 +66,7 @@ def test_what_turns_is_multiplied(rotary_dim: int, interleaved: bool, device: to
     factor = factor.repeat_interleave(2) if interleaved else factor.repeat(2)
     expected = lrpe_rotate(x, rope.theta, interleaved=interleaved) * factor.to(device)
     torch.testing.assert_close(rope(x), expected)
-    layer = Attention(16, 2, position=rope).to(device)  # by one operator on a GPU, where all turns
+    layer = Attention(16, 2, causal=True, position=rope).to(device)  # by one operator on a GPU, where all turns
     sequence, cache = torch.randn(2, 6, 16).to(device), KVCache()
     with torch.no_grad():
         parts = [layer(sequence[:, start : start + 3], cache=cache) for start in (0, 3)]

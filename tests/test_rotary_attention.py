@@ -159,7 +159,7 @@ def by_two_operators(layer: Attention, qkv: torch.Tensor) -> torch.Tensor:
 def test_one_token_of_any_width(
     dtype: torch.dtype, heads: int, features: int, tokens: int, device: torch.device
 ) -> None:
-    layer = Attention(heads * features, heads, position=RotaryEmbedding(features)).to(device, dtype)
+    layer = Attention(heads * features, heads, causal=True, position=RotaryEmbedding(features)).to(device, dtype)
     x = torch.randn(1, tokens, heads * features, dtype=dtype, device=device).requires_grad_()
     expected = by_two_operators(layer, layer.qkv(x).unflatten(-1, (-1, features)))
     for _ in range(2):  # the second time it is known how
@@ -217,7 +217,7 @@ def test_the_registered_operator(device: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [300, 4096])
 def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
     """The layer's outputs and gradients are those without it, where the kernels for Hopper run too."""
-    layer = Attention(256, 4, kv_heads=2, position=RotaryEmbedding(64)).to(device, torch.bfloat16)
+    layer = Attention(256, 4, kv_heads=2, causal=True, position=RotaryEmbedding(64)).to(device, torch.bfloat16)
     x = torch.randn(2, tokens, 256, dtype=torch.bfloat16, device=device).requires_grad_()
     qkv = layer.qkv(x).unflatten(-1, (-1, 64))
     assert layer._attend_fused(qkv) is not None
@@ -231,7 +231,7 @@ def test_attention_on_a_gpu_takes_it(tokens: int, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [36, 40])
 def test_one_head_of_one_token_on_a_gpu(features: int, device: torch.device) -> None:
-    layer = Attention(features, 1, position=RotaryEmbedding(features)).to(device, torch.bfloat16)
+    layer = Attention(features, 1, causal=True, position=RotaryEmbedding(features)).to(device, torch.bfloat16)
     x = torch.randn(1, 1, features, dtype=torch.bfloat16, device=device).requires_grad_()
     assert layer._attend_fused(layer.qkv(x).unflatten(-1, (-1, features))) is not None
     for _ in range(2):

@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 def layer(device: torch.device, **keywords: object) -> TensorProductAttention:
     sizes = {"rank_q": 3, "rank_k": 2, "rank_v": 1, "value_dim": 12, "causal": True, "backend": "torch"} | keywords
-    return TensorProductAttention(24, 3, 8, **sizes).to(device)
+    return TensorProductAttention(24, 3, **sizes).to(device)
 
 
 def features(device: torch.device, batch: int = 2, tokens: int = 11) -> Tensor:
@@ -114,6 +114,6 @@ def test_the_state_dict_is_as_documented(device: torch.device) -> None:
 @pytest.mark.parametrize("wrong", [{"rank_k": 0}, {"value_dim": -1}, {"base": 0.0}])
 def test_wrong_sizes_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        TensorProductAttention(8, 2, 4, **wrong)
+        TensorProductAttention(8, 2, **wrong)
     with pytest.raises(ArgumentError, match="head_dim"):
-        TensorProductAttention(8, 2, 5)
+        TensorProductAttention(8, 2, head_dim=5)

@@ -18,6 +18,7 @@ from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate
 from warploom.nn import (
     LRPE,
     Attention,
+    Block,
     LinearAttention,
     RotaryEmbedding,
     SwiGLU,
@@ -25,7 +26,6 @@ from warploom.nn import (
     TransformerConfig,
     TransformerLM,
 )
-from warploom.nn.transformer_lm import Block
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -205,13 +205,13 @@ LAYERS = {
     "rotary_embedding": Layer(lambda: RotaryEmbedding(8, learnable=True), (4, 8)),
     "lrpe": Layer(lambda: LRPE(4, 8), (4, 8)),
     "lrpe_rotate_for_grouped_heads": Layer(lambda: LRPE(2, 8, kind="rotate"), (4, 8)),
-    "attention": Layer(lambda: Attention(32, 2, kv_heads=1, position=RotaryEmbedding(16))),
-    "attention_with_lrpe": Layer(lambda: Attention(32, 2, position=LRPE(2, 16))),
-    "tensor_product_attention": Layer(lambda: TensorProductAttention(32, 2, 16)),
-    "linear_attention": Layer(lambda: LinearAttention(32, 2, 16)),
-    "linear_attention_cosine": Layer(lambda: LinearAttention(32, 2, 16, value_dim=8, position="cosine")),
+    "attention": Layer(lambda: Attention(32, 2, kv_heads=1, causal=True, position=RotaryEmbedding(16))),
+    "attention_with_lrpe": Layer(lambda: Attention(32, 2, causal=True, position=LRPE(2, 16))),
+    "tensor_product_attention": Layer(lambda: TensorProductAttention(32, 2, causal=True)),
+    "linear_attention": Layer(lambda: LinearAttention(32, 2)),
+    "linear_attention_cosine": Layer(lambda: LinearAttention(32, 2, value_dim=8, position="cosine")),
     "swiglu": Layer(lambda: SwiGLU(32, 48)),
-    "block": Layer(lambda: Block(TransformerConfig(**SMALL), 0)),
+    "block": Layer(lambda: Block(32, 48, Attention(32, 2, causal=True))),
     "transformer_flash": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="flash")), ()),
     "transformer_tpa": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="tpa")), ()),
     "transformer_linear": Layer(lambda: TransformerLM(TransformerConfig(**SMALL, attention="linear")), ()),

@@ -1,6 +1,7 @@
 """Layers for models: positional encodings, attention with its caches, and a Transformer language model."""
 
 from warploom.nn.attention import Attention
+from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
 from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
@@ -11,6 +12,7 @@ from warploom.nn.transformer_lm import Output, TransformerConfig, TransformerLM
 __all__ = [
     "LRPE",
     "Attention",
+    "Block",
     "FactorCache",
     "KVCache",
     "LinearAttention",

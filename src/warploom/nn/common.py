@@ -14,12 +14,20 @@ def check_sizes(layer: str, **sizes: int) -> None:
             raise fault(ArgumentError, layer, argument, "positive", size)
 
 
+def settle_head_dim(layer: str, d_model: int, heads: int, head_dim: int | None) -> int:
+    """Returns the features of a head, ``d_model / heads`` unless they are given."""
+    check_sizes(layer, d_model=d_model, heads=heads, head_dim=1 if head_dim is None else head_dim)
+    if head_dim is None and d_model % heads:
+        raise fault(ArgumentError, layer, "heads", f"a divisor of d_model = {d_model}", heads)
+    return d_model // heads if head_dim is None else head_dim
+
+
 def check_call(
-    layer: str, x: Tensor, dim: int, cache: object, kind: type, cu_seqlens: Tensor | None, causal: bool = True
+    layer: str, x: Tensor, d_model: int, cache: object, kind: type, cu_seqlens: Tensor | None, causal: bool = True
 ) -> None:
-    """Raise unless ``x`` is (B, N, dim), and a cache has the layer's type, in a causal layer, without sequences."""
-    if x.dim() != 3 or x.shape[-1] != dim:
-        raise fault(ShapeError, layer, "x", f"(B, N, dim) with dim = {dim}", tuple(x.shape))
+    """Raise unless ``x`` is (B, N, d_model), and a cache fits the layer, which is causal, without sequences."""
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise fault(ShapeError, layer, "x", f"(B, N, d_model) with d_model = {d_model}", tuple(x.shape))
     if cache is not None and not isinstance(cache, kind):
         raise fault(DtypeError, layer, "cache", f"a {kind.__name__} or None", type(cache).__name__)
     if cache is not None and not causal:

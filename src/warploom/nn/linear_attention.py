@@ -12,7 +12,7 @@ from torch import nn
 from warploom import linear_attention
 from warploom.errors import ArgumentError, fault
 from warploom.nn.cache import StateCache
-from warploom.nn.common import check_call, check_sizes, reset_linear
+from warploom.nn.common import check_call, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import LRPE
 from warploom.ops.linear_attention.validation import Activation, Encoding
 from warploom.runtime.backend import Backend
@@ -28,9 +28,9 @@ class LinearAttention(nn.Module):
     can be negative. Each head has its own decay: ``λ_h = exp(−2^(−8h / H) · (1 − layer / layers))``, ``h = 1 … H``.
 
     Args:
-        dim: Features of a token.
+        d_model: Features of a token.
         heads: Number of heads ``H``.
-        head_dim: Features ``D`` of a query and of a key; even for ``rotate``.
+        head_dim: Features ``D`` of a query and of a key, ``d_model / heads`` by default; even for ``rotate``.
         value_dim: Features ``E`` of a value; ``head_dim`` by default.
         position: ``rotate`` or ``cosine``, LRPE with a row of frequencies for every head, or ``none``.
         activation: Applied to queries and keys before they are encoded, see `warploom.linear_attention`.
@@ -60,7 +60,7 @@ class LinearAttention(nn.Module):
         import torch
         from warploom.nn import LinearAttention, StateCache
 
-        layer = LinearAttention(64, heads=4, head_dim=16, position="cosine")
+        layer = LinearAttention(64, heads=4, position="cosine")
         x = torch.randn(2, 10, 64)
         layer(x).sum().backward()
         with torch.no_grad():
@@ -74,10 +74,10 @@ class LinearAttention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
+        d_model: int,
         heads: int,
-        head_dim: int,
         *,
+        head_dim: int | None = None,
         value_dim: int | None = None,
         position: Encoding = "rotate",
         activation: Activation = "silu",
@@ -90,9 +90,9 @@ class LinearAttention(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        head_dim = settle_head_dim("LinearAttention", d_model, heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"dim": dim, "heads": heads, "head_dim": head_dim, "value_dim": value_dim, "layers": layers}
-        check_sizes("LinearAttention", **sizes)
+        check_sizes("LinearAttention", value_dim=value_dim, layers=layers)
         if not 0 <= layer < layers:
             raise fault(ArgumentError, "LinearAttention", "layer", f"0 … {layers - 1}", layer)
         if position not in get_args(Encoding):
@@ -102,11 +102,11 @@ class LinearAttention(nn.Module):
         self.layer, self.layers = layer, layers
         self.activation, self.backend = activation, backend
         self.attend: Callable[..., Any] = linear_attention
-        self.q = nn.Linear(dim, heads * head_dim, bias)
-        self.k = nn.Linear(dim, heads * head_dim, bias)
-        self.v = nn.Linear(dim, heads * value_dim, bias)
-        self.gate = nn.Linear(dim, heads * value_dim, bias)
-        self.out = nn.Linear(heads * value_dim, dim, bias)
+        self.q = nn.Linear(d_model, heads * head_dim, bias)
+        self.k = nn.Linear(d_model, heads * head_dim, bias)
+        self.v = nn.Linear(d_model, heads * value_dim, bias)
+        self.gate = nn.Linear(d_model, heads * value_dim, bias)
+        self.out = nn.Linear(heads * value_dim, d_model, bias)
         self.norm = nn.RMSNorm(value_dim, norm_eps)
         self.position = (
             None if position == "none" else LRPE(heads, head_dim, kind=position, base=base, learnable=learnable)
@@ -125,13 +125,13 @@ class LinearAttention(nn.Module):
         """Attend from each token to itself and to the tokens before it.
 
         Args:
-            x: ``(B, N, dim)``, features of the tokens.
+            x: ``(B, N, d_model)``, features of the tokens.
             cache: The state after earlier tokens, to which these are added. Needs ``torch.no_grad()``. The tokens
                 then follow those that each batch entry has in the cache.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
 
         Returns:
-            ``(B, N, dim)``.
+            ``(B, N, d_model)``.
 
         Raises:
             ArgumentError: There are both a cache and ``cu_seqlens``, or a cache with gradients.
@@ -169,9 +169,8 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the layer's arguments that its submodules do not show."""
-        sizes = (
-            f"dim={self.q.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
-        )
+        sizes = f"d_model={self.q.in_features}, heads={self.heads}, head_dim={self.head_dim}"
+        sizes += f", value_dim={self.value_dim}"
         place = f"layer={self.layer}, layers={self.layers}"
         return f"{sizes}, activation={self.activation!r}, {place}, backend={self.backend!r}"
 

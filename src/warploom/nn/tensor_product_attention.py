@@ -7,7 +7,7 @@ from torch import nn
 
 from warploom import tpa_attention, tpa_decode
 from warploom.nn.cache import FactorCache
-from warploom.nn.common import check_call, check_sizes, reset_linear
+from warploom.nn.common import check_call, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import RotaryEmbedding
 from warploom.runtime.backend import Backend
 
@@ -21,9 +21,9 @@ class TensorProductAttention(nn.Module):
     features, its keys and values likewise. RoPE rotates the rows of ``B_Q`` and ``B_K``, and thereby Q and K.
 
     Args:
-        dim: Features of a token.
+        d_model: Features of a token.
         heads: Number of heads ``H``.
-        head_dim: Features ``D`` of a query and of a key; even.
+        head_dim: Features ``D`` of a query and of a key, ``d_model / heads`` by default; even.
         rank_q: Rank ``Rq`` of the queries.
         rank_k: Rank ``Rk`` of the keys.
         rank_v: Rank ``Rv`` of the values.
@@ -33,9 +33,9 @@ class TensorProductAttention(nn.Module):
         bias: True if the linear maps have a bias.
         backend: Backend of `warploom.tpa_attention`, `warploom.tpa_decode` and `warploom.lrpe_rotate`.
 
-    State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight`` of ``(H·R, dim)`` or ``(R·features, dim)``, and
-    ``out.weight`` of ``(dim, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks; of
-    a ``b`` over ranks, then features.
+    State dict: ``aq, bq, ak, bk, av, bv``, each ``.weight`` of ``(H·R, d_model)`` or ``(R·features, d_model)``, and
+    ``out.weight`` of ``(d_model, H·E)``; with ``bias`` also ``.bias``. Rows of an ``a`` run over heads, then ranks;
+    of a ``b`` over ranks, then features.
 
     Raises:
         ArgumentError: A size is not positive, or ``head_dim`` is odd.
@@ -47,7 +47,7 @@ class TensorProductAttention(nn.Module):
         import torch
         from warploom.nn import FactorCache, TensorProductAttention
 
-        layer = TensorProductAttention(64, heads=4, head_dim=16, causal=True)
+        layer = TensorProductAttention(64, heads=4, causal=True)
         x = torch.randn(2, 10, 64)
         layer(x).sum().backward()
         with torch.no_grad():
@@ -59,10 +59,10 @@ class TensorProductAttention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
+        d_model: int,
         heads: int,
-        head_dim: int,
         *,
+        head_dim: int | None = None,
         rank_q: int = 6,
         rank_k: int = 2,
         rank_v: int = 2,
@@ -73,20 +73,19 @@ class TensorProductAttention(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        head_dim = settle_head_dim("TensorProductAttention", d_model, heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"dim": dim, "heads": heads, "head_dim": head_dim, "value_dim": value_dim}
-        sizes |= {"rank_q": rank_q, "rank_k": rank_k, "rank_v": rank_v}
-        check_sizes("TensorProductAttention", **sizes)
+        check_sizes("TensorProductAttention", value_dim=value_dim, rank_q=rank_q, rank_k=rank_k, rank_v=rank_v)
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.rank_q, self.rank_k, self.rank_v = rank_q, rank_k, rank_v
         self.causal, self.backend = causal, backend
-        self.aq = nn.Linear(dim, heads * rank_q, bias)
-        self.bq = nn.Linear(dim, rank_q * head_dim, bias)
-        self.ak = nn.Linear(dim, heads * rank_k, bias)
-        self.bk = nn.Linear(dim, rank_k * head_dim, bias)
-        self.av = nn.Linear(dim, heads * rank_v, bias)
-        self.bv = nn.Linear(dim, rank_v * value_dim, bias)
-        self.out = nn.Linear(heads * value_dim, dim, bias)
+        self.aq = nn.Linear(d_model, heads * rank_q, bias)
+        self.bq = nn.Linear(d_model, rank_q * head_dim, bias)
+        self.ak = nn.Linear(d_model, heads * rank_k, bias)
+        self.bk = nn.Linear(d_model, rank_k * head_dim, bias)
+        self.av = nn.Linear(d_model, heads * rank_v, bias)
+        self.bv = nn.Linear(d_model, rank_v * value_dim, bias)
+        self.out = nn.Linear(heads * value_dim, d_model, bias)
         self.position = RotaryEmbedding(head_dim, base=base)
         self.reset_parameters()
 
@@ -98,13 +97,13 @@ class TensorProductAttention(nn.Module):
         """Attend from each token to all tokens, or if ``causal`` to itself and to those before it.
 
         Args:
-            x: ``(B, N, dim)``, features of the tokens.
+            x: ``(B, N, d_model)``, features of the tokens.
             cache: The cache of earlier tokens, to which these are added. Needs ``torch.no_grad()``. The tokens then
                 follow those that each batch entry has in the cache.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
 
         Returns:
-            ``(B, N, dim)``.
+            ``(B, N, d_model)``.
 
         Raises:
             ArgumentError: There is a cache with ``cu_seqlens``, with gradients, or without ``causal``.
@@ -132,8 +131,7 @@ class TensorProductAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the layer's arguments that its submodules do not show."""
-        sizes = (
-            f"dim={self.aq.in_features}, heads={self.heads}, head_dim={self.head_dim}, value_dim={self.value_dim}"
-        )
+        sizes = f"d_model={self.aq.in_features}, heads={self.heads}, head_dim={self.head_dim}"
+        sizes += f", value_dim={self.value_dim}"
         ranks = f"rank_q={self.rank_q}, rank_k={self.rank_k}, rank_v={self.rank_v}"
         return f"{sizes}, {ranks}, causal={self.causal}, backend={self.backend!r}"

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
 from warploom.nn.attention import Attention, Implementation
+from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
 from warploom.nn.linear_attention import LinearAttention
-from warploom.nn.mlp import SwiGLU
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
@@ -169,22 +169,8 @@ class Output(NamedTuple):
     """``()`` float32: mean cross-entropy in nats per token, where there are targets."""
 
 
-class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
-
-    def __init__(self, config: TransformerConfig, index: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.attention = _attention(config, index)
-        self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = SwiGLU(config.d_model, config.d_ff)
-
-    def forward(self, x: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None) -> Tensor:
-        """Returns (B, N, d_model) of (B, N, d_model)."""
-        places = {} if position_ids is None else {"position_ids": position_ids}
-        x = x + self.attention(self.attention_norm(x), cache=cache, **places)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+def _block(config: TransformerConfig, index: int) -> Block:
+    return Block(config.d_model, config.d_ff, _attention(config, index), norm_eps=config.norm_eps)
 
 
 def _attention(config: TransformerConfig, index: int) -> Attention | TensorProductAttention | LinearAttention:
@@ -192,7 +178,6 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
         return TensorProductAttention(
             config.d_model,
             config.heads,
-            config.head_dim,
             rank_q=config.rank_q,
             rank_k=config.rank_k,
             rank_v=config.rank_v,
@@ -203,7 +188,6 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
         return LinearAttention(
             config.d_model,
             config.heads,
-            config.head_dim,
             position=config.position,
             base=config.base,
             learnable=config.learnable_positions,
@@ -216,6 +200,7 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
         config.heads,
         kv_heads=config.kv_heads,
         position=_position(config),
+        causal=True,
         implementation=config.attention,
     )
 
@@ -257,7 +242,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
+        self.blocks = nn.ModuleList(_block(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie:

@@ -1,0 +1,96 @@
+"""The block of a Transformer, an encoder's or a decoder's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from warploom.errors import ArgumentError, fault
+from warploom.nn.attention import Attention
+from warploom.nn.mlp import SwiGLU
+
+Tensor = torch.Tensor
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, ``x + mlp(norm(x))``, and attention to another sequence in between, if any.
+
+    The attention layer decides which block it is: an encoder's is not causal, a decoder's is.
+
+    Args:
+        d_model: Features of the input and the output.
+        d_ff: Inner features of `SwiGLU`.
+        attention: `Attention`, `TensorProductAttention` or `LinearAttention` of ``d_model`` features.
+        cross: `Attention` with ``context_dim``, or None.
+        norm_eps: Epsilon of the norms.
+
+    Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
+
+    Example:
+        ```python
+        import torch
+        from warploom.nn import Attention, Block
+
+        encoder = Block(64, 256, Attention(64, heads=4))
+        decoder = Block(64, 256, Attention(64, heads=4, causal=True), cross=Attention(64, heads=4, context_dim=64))
+        context = encoder(torch.randn(2, 10, 64))
+        print(decoder(torch.randn(2, 7, 64), context=context).shape)  # torch.Size([2, 7, 64])
+        ```
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        attention: nn.Module,
+        *,
+        cross: Attention | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model, norm_eps)
+        self.attention = attention
+        self.cross = cross
+        if cross is not None:
+            self.cross_norm = nn.RMSNorm(d_model, norm_eps)
+        self.mlp_norm = nn.RMSNorm(d_model, norm_eps)
+        self.mlp = SwiGLU(d_model, d_ff)
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: Any = None,
+        position_ids: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the block to tokens ``x``.
+
+        Args:
+            x: ``(B, N, d_model)``.
+            cache: The cache of the attention layer.
+            position_ids: Those of `Attention`.
+            context: ``(B, M, context_dim)``, what ``cross`` attends to.
+            cu_seqlens: Packed sequences of ``x``, see the attention layer.
+            cu_seqlens_k: Those of ``context``.
+
+        Returns:
+            ``(B, N, d_model)``.
+
+        Raises:
+            ArgumentError: There is a context without ``cross``, or the other way round.
+        """
+        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
+        places = {name: place for name, place in places.items() if place is not None}
+        x = x + self.attention(self.attention_norm(x), cache=cache, **places)
+        if self.cross is not None:
+            bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+            x = x + self.cross(self.cross_norm(x), context=context, **bounds)
+        elif context is not None:
+            raise fault(ArgumentError, "Block", "context", "None in a block without cross", "a tensor")
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
