@@ -26,6 +26,7 @@ def _is_command_line() -> bool:
 
 # Importing the operators registers them as ``torch.ops.warploom``, as `torch.export.load` needs.
 if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
+    from warploom.ops.append_kv.api import append_kv
     from warploom.ops.flash_attention.api import flash_attention
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
@@ -44,6 +45,7 @@ __all__ = [
     "UnknownArgumentError",
     "WarploomError",
     "__version__",
+    "append_kv",
     "check_values",
     "flash_attention",
     "linear_attention",
@@ -69,13 +71,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"warploom.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
+    from warploom.ops.append_kv import api as append_kv
     from warploom.ops.flash_attention import api as flash_attention
     from warploom.ops.linear_attention import api as linear_attention
     from warploom.ops.lrpe import api as lrpe
     from warploom.ops.tpa import api as tpa
     from warploom.runtime import values
 
-    modules = (flash_attention, linear_attention, lrpe, tpa, values)
+    modules = (append_kv, flash_attention, linear_attention, lrpe, tpa, values)
     found = next(getattr(module, name) for module in modules if hasattr(module, name))
     globals()[name] = found
     return found

@@ -80,7 +80,7 @@ tags: [kernels]
 # warploom
 
 Fused operators for sequence models, written in Triton: `flash_attention`, `linear_attention`, `lrpe_rotate`,
-`lrpe_cosine`, `tpa_attention`, `tpa_decode`.
+`lrpe_cosine`, `tpa_attention`, `tpa_decode`, `append_kv`.
 """
 
 

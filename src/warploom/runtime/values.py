@@ -66,7 +66,7 @@ def _is_recording() -> bool:
     return launch is not None and launch.is_recording()
 
 
-def _is_readable(tensor: Tensor | None) -> TypeGuard[Tensor]:
+def is_readable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """True if a tensor is given and its values are checked."""
     if tensor is None or not holds_data(tensor):
         return False
@@ -79,7 +79,7 @@ def check_bounds(function: str, argument: str, cu_seqlens: Tensor | None, rows: 
     Raises:
         ArgumentError: They do not.
     """
-    if not _is_readable(cu_seqlens):
+    if not is_readable(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
@@ -97,7 +97,7 @@ def check_lengths(function: str, argument: str, lengths: Tensor | None, most: in
     Raises:
         ArgumentError: One is not.
     """
-    if not _is_readable(lengths):
+    if not is_readable(lengths):
         return
     for length in lengths.tolist():
         if not 0 <= length <= most:
@@ -110,7 +110,7 @@ def check_pages(function: str, block_table: Tensor | None, seqused_k: Tensor, pa
     Raises:
         ArgumentError: One is not.
     """
-    if not _is_readable(block_table) or not _is_readable(seqused_k):
+    if not is_readable(block_table) or not is_readable(seqused_k):
         return
     for row, length in zip(block_table.tolist(), seqused_k.tolist()):
         for page in row[: -(-length // page_size)]:
@@ -125,7 +125,7 @@ def check_positions(function: str, argument: str, positions: Tensor | None) -> N
     Raises:
         ArgumentError: One is not.
     """
-    if not _is_readable(positions) or positions.dtype != torch.int64 or positions.numel() == 0 or _dispatch_modes():
+    if not is_readable(positions) or positions.dtype != torch.int64 or positions.numel() == 0 or _dispatch_modes():
         return
     for extreme in positions.aminmax():
         if abs(int(extreme)) > LARGEST_POSITION:
@@ -138,7 +138,7 @@ def check_decays(function: str, argument: str, decay: Tensor | None) -> None:
     Raises:
         ArgumentError: One is not.
     """
-    if not _is_readable(decay) or _dispatch_modes():
+    if not is_readable(decay) or _dispatch_modes():
         return
     decay = decay.detach()
     grows = decay > 0
