@@ -220,6 +220,7 @@ LANGUAGE: dict[str, Any] = {
     "program_id": lambda axis: number(current().program),
     "num_programs": lambda axis: number(current().machine.programs),
     "num_warps": lambda: 4,
+    "to_tensor": number,
     "allocate_shared_memory": memory.allocate,
     "warp_specialize": warp_specialize,
     "load": memory.load,

@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, copy_tile, matrix, wait_empty
-from warploom.ops.flash_attention.hopper.masks import query_steps
+from warploom.ops.flash_attention.hopper.exchange import Exchange
+from warploom.ops.flash_attention.hopper.masks import own_keys
 from warploom.ops.flash_attention.hopper.ordered_sums import query_in_order
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
@@ -34,17 +35,19 @@ from warploom.ops.flash_attention.hopper.tiles import (
 )
 from warploom.ops.flash_attention.hopper.weights import transposed_weights_of
 from warploom.ops.flash_attention.hopper.work import (
-    Options,
+    AttentionCall,
+    Scales,
+    Schedule,
     Scheduler,
+    SeqLens,
     Window,
-    Work,
     broadcast,
     broadcast_end,
-    entry_of,
     new_scheduler,
     next_tile,
     read,
-    received,
+    receive,
+    sequence_of,
     take_tile,
     tile_place,
     tiles_of,
@@ -53,22 +56,30 @@ from warploom.ops.flash_attention.hopper.work import (
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
 
 
-class KeyCopies(NamedTuple):
-    """Tensors that the copying warp of a kernel that owns tiles of keys copies, and buffers."""
+class KeyKernel(NamedTuple):
+    """Tensors and buffers of a kernel whose groups of warps own keys; None where it has no use for them."""
 
     scheduler: Scheduler
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    q: RowRing  # with the lse of each row
+    do: RowRing  # with δ
+    weights: gl.tuple | None  # see `backward_shared_dkv.Weights`
+    exchange: Exchange | None
+    dk: Result
+    dv: Result
     own_descs: gl.tuple  # of keys and values
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
+    rings: gl.tuple  # q and do, into which these are copied
     lse: gl.tensor
     delta: gl.tensor
     inverse: gl.tensor | None
     inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse
-    work: Work
-    options: Options
+    added: gl.tensor | None  # see `ordered_sums`
+    tiles_added: gl.tensor | None
+    call: AttentionCall
 
 
 @gluon.jit
@@ -90,20 +101,18 @@ def query_of_step(i, begin, end, group, ORDERED: gl.constexpr, TERMS: gl.constex
 
 
 @gluon.jit
-def copy_for_keys(
-    GROUPS: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr, copies,
-    ORDERED: gl.constexpr = False,
-):  # fmt: skip
+def copy_for_keys(config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
-    scheduler, own_descs, own_tiles, q_desc = copies.scheduler, copies.own_descs, copies.own_tiles, copies.q_desc
-    do_desc, q, do, lse = copies.do_desc, copies.q, copies.do, copies.lse
-    delta, inverse, inverses, work = copies.delta, copies.inverse, copies.inverses, copies.work
-    options = copies.options
+    scheduler, q, do = kernel.scheduler, kernel.rings[0], kernel.rings[1]
+    call, schedule = kernel.call, kernel.call.schedule
+    TERMS: gl.constexpr = config.TERMS
+    ORDERED: gl.constexpr = config.ORDERED
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    BLOCK_N: gl.constexpr = GROUPS * ROWS
-    key_heads = work.heads // work.group
-    batch_size = work.rows // key_heads
-    tiles = tiles_of(work)
+    BLOCK_N: gl.constexpr = config.GROUPS * ROWS
+    tokens = call.lengths.tokens
+    key_heads = schedule.heads // schedule.group
+    batch_size = schedule.rows // key_heads
+    tiles = tiles_of(schedule)
     if ORDERED:
         tile = take_tile(scheduler)
     else:
@@ -113,30 +122,27 @@ def copy_for_keys(
     local = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        block, row, split = tile_place(tile, work, False)
-        batch, key_head = row // key_heads, row % key_heads
-        entry = entry_of(work, batch, block * BLOCK_N, options)
-        begin, _, _, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        copy_own(
-            own_descs, own_tiles, batch, key_head, block * BLOCK_N, scheduler.full, slot, GROUPS, batch_size, TERMS
-        )
-        for i in range(work.group * (end - begin)):
-            m, member = query_of_step(i, begin, end, work.group, ORDERED, TERMS)
-            head = key_head * work.group + member
+        place = tile_place(tile, schedule, False)
+        batch, key_head = place.row // key_heads, place.row % key_heads
+        keys = own_keys(place, key_heads, 0, kernel, config)
+        copy_own(kernel, batch, key_head, place.block * BLOCK_N, slot, batch_size, config)
+        for i in range(schedule.group * (keys.end - keys.begin)):
+            m, member = query_of_step(i, keys.begin, keys.end, schedule.group, ORDERED, TERMS)
+            head = key_head * schedule.group + member
             m = m * BLOCK_M
-            mask = m + local < work.tokens
-            offsets = (batch * work.heads + head).to(gl.int64) * work.tokens + m + local
-            row_lse = gl.load(lse + offsets, mask=mask, other=float("inf"))
-            if inverse is not None:
-                row_inverse = gl.load(inverse + offsets, mask=mask, other=0.0)
-            row_delta = gl.load(delta + offsets, mask=mask, other=0.0)
+            mask = m + local < tokens
+            offsets = (batch * schedule.heads + head).to(gl.int64) * tokens + m + local
+            row_lse = gl.load(kernel.lse + offsets, mask=mask, other=float("inf"))
+            if kernel.inverse is not None:
+                row_inverse = gl.load(kernel.inverse + offsets, mask=mask, other=0.0)
+            row_delta = gl.load(kernel.delta + offsets, mask=mask, other=0.0)
             stage = wait_empty(q.empty, count)
             q.row_values.index(stage).store(row_lse)
-            if inverse is not None:
-                inverses.index(stage).store(row_inverse)
-            copy_tile(q_desc, batch, head, m, q, count, batch_size, TERMS)
+            if kernel.inverse is not None:
+                kernel.inverses.index(stage).store(row_inverse)
+            copy_tile(kernel.q_desc, batch, head, m, q, count, batch_size, TERMS)
             do.row_values.index(wait_empty(do.empty, count)).store(row_delta)
-            copy_tile(do_desc, batch, head, m, do, count, batch_size, TERMS)
+            copy_tile(kernel.do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
         if ORDERED:
@@ -146,35 +152,12 @@ def copy_for_keys(
     broadcast_end(scheduler, tile, done)
 
 
-class KeyGradients(NamedTuple):
-    """Tensors that groups of warps that own keys share."""
-
-    scheduler: Scheduler
-    k_tiles: gl.shared_memory_descriptor
-    v_tiles: gl.shared_memory_descriptor
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    dk: Result
-    dv: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient of keys
-    options: Options
-
-
-class OwnKeys(NamedTuple):
-    """64 keys that a group of warps owns."""
-
-    k_tile: gl.shared_memory_descriptor
-    v_tile: gl.shared_memory_descriptor
-    first: gl.int32  # as in `masks.visible_weights`
-    reach: gl.int32 | None  # as in `masks.visible_weights`
-
-
 @gluon.jit
-def query_loop(dk, dv, count, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def query_loop(
+    dk, dv, count, k_tile, v_tile, keys, begin, end, kernel, MASKED: gl.constexpr, config: gl.constexpr
+):  # fmt: skip
     """Loop over tiles of queries ``begin … end`` of one head."""
-    q, do = call.q, call.do
+    q, do = kernel.q, kernel.do
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(q.tiles.shape[4])
@@ -182,14 +165,13 @@ def query_loop(dk, dv, count, own, begin, end, call, MASKED: gl.constexpr, CAUSA
     dtype: gl.constexpr = q.tiles.dtype
     for i in range(begin, end):
         slot = count % STAGES
-        logits = product_transposed((own.k_tile,), q, count, LAYOUT)  # Sᵀ = K Qᵀ
-        dweights = product_transposed((own.v_tile,), do, count, LAYOUT)  # dPᵀ = V dOᵀ
+        logits = product_transposed((k_tile,), q, count, LAYOUT)  # Sᵀ = K Qᵀ
+        dweights = product_transposed((v_tile,), do, count, LAYOUT)  # dPᵀ = V dOᵀ
         logits = warpgroup_mma_wait(1, deps=[logits])
         row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = transposed_weights_of(  # P = 2^(S − lse)
-            logits, row_lse, i * BLOCK_M, own.first, call.scale, dtype, MASKED, LAYOUT,
-            None, own.reach, call.options.softcap, CAUSAL,
-        )  # fmt: skip
+            logits, row_lse, i * BLOCK_M, keys, kernel.call, dtype, MASKED, LAYOUT, config
+        )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)  # dV += Pᵀ dO
         dweights = warpgroup_mma_wait(1, deps=[dweights])
@@ -215,60 +197,55 @@ def used_rows(gradients, n, keys, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def compute_for_keys(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+def compute_for_keys(own: gl.constexpr, config: gl.constexpr, kernel):
     """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
-    scheduler, k_tiles, v_tiles, q = call.scheduler, call.k_tiles, call.v_tiles, call.q
-    dk_result, dv_result, work, grad_scale = call.dk, call.dv, call.work, call.grad_scale
-    options = call.options
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    D: gl.constexpr = q.tiles.shape[4]
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    GROUPS: gl.constexpr = config.GROUPS
+    D: gl.constexpr = kernel.q.tiles.shape[4]
     BLOCK_N: gl.constexpr = GROUPS * ROWS
     OUT_LAYOUT: gl.constexpr = product_layout(D)
-    key_heads = work.heads // work.group
+    key_heads = schedule.heads // schedule.group
     count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, block * BLOCK_N, options)
-        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - entry.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        own_slot = slot * GROUPS + own
-        k_tile, v_tile = matrix(k_tiles, own_slot), matrix(v_tiles, own_slot)
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        keys = own_keys(tile_place(work.tile, schedule, False), key_heads, own, kernel, config)
+        slot = work.slot * GROUPS + own
+        k_tile, v_tile = matrix(kernel.k_tiles, slot), matrix(kernel.v_tiles, slot)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        own_keys = OwnKeys(k_tile, v_tile, first, reach)
-        for _ in range(work.group):
-            if CAUSAL:
-                dk, dv, count = query_loop(dk, dv, count, own_keys, begin, full, call, True, CAUSAL)
-            dk, dv, count = query_loop(dk, dv, count, own_keys, full, high, call, False, CAUSAL)
-            if options.window is not None:
-                dk, dv, count = query_loop(dk, dv, count, own_keys, high, end, call, True, CAUSAL)
+        for _ in range(schedule.group):
+            if config.CAUSAL:
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, keys, keys.begin, keys.full, kernel, True, config
+                )
+            dk, dv, count = query_loop(
+                dk, dv, count, k_tile, v_tile, keys, keys.full, keys.high, kernel, False, config
+            )
+            if call.window is not None:
+                dk, dv, count = query_loop(
+                    dk, dv, count, k_tile, v_tile, keys, keys.high, keys.end, kernel, True, config
+                )
         # Worked out again rather than held in registers.
-        block, row, split = tile_place(read(scheduler, slot), work, False)
-        batch, head = row // key_heads, row % key_heads
-        n = block * BLOCK_N + own * ROWS
-        if options.seqused_k is not None:
-            entry = entry_of(work, batch, block * BLOCK_N, options)
-            dk, dv = used_rows((dk, dv), n, entry.keys, OUT_LAYOUT)
-        store_tile(dv_result, dv, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
-        store_tile(dk_result, dk * grad_scale, own_slot, split, batch, head, n, work.keys, SPLIT, OUT_LAYOUT)
+        place = tile_place(read(scheduler, work.slot), schedule, False)
+        batch, head = place.row // key_heads, place.row % key_heads
+        n = place.block * BLOCK_N + own * ROWS
+        if call.seqused_k is not None:
+            seq = sequence_of(batch, place.block * BLOCK_N, call)
+            dk, dv = used_rows((dk, dv), n, seq.keys, OUT_LAYOUT)
+        rows = call.lengths.keys
+        store_tile(kernel.dv, dv, slot, place.split, batch, head, n, rows, OUT_LAYOUT)
+        store_tile(kernel.dk, dk * call.grad_scale, slot, place.split, batch, head, n, rows, OUT_LAYOUT)
         tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(slot))
-        done += 1
-        tile, slot = received(scheduler, done)
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        work = receive(scheduler, work.number + 1)
 
 
 @gluon.jit
 def hopper_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, counters, seqused_k, units,
-    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    dk_strides: SplitStrides, dv_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
+    dk_strides: SplitStrides, dv_strides: SplitStrides, config: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
@@ -279,6 +256,9 @@ def hopper_key_kernel(
     """
     gdc_wait()
     gdc_launch_dependents()
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    SOFTCAP: gl.constexpr = config.SOFTCAP
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
@@ -292,16 +272,17 @@ def hopper_key_kernel(
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP, None, units)
-    copies = KeyCopies(
-        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
+    call = AttentionCall(
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
+    )
+    dk_result = Result(dk, None if config.SPLIT else k_tiles, dk_strides)
+    dv_result = Result(dv, None if config.SPLIT else v_tiles, dv_strides)
+    kernel = KeyKernel(
+        scheduler, k_tiles, v_tiles, q, do, None, None, dk_result, dv_result,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, None, None, None,
+        None, call,
     )  # fmt: skip
-    dk_result = Result(dk, k_tiles, dk_strides)
-    dv_result = Result(dv, v_tiles, dv_strides)
-    call = KeyGradients(scheduler, k_tiles, v_tiles, q, do, dk_result, dv_result, work, scale, grad_scale, options)
     gl.warp_specialize(
-        [(compute_for_keys, (0, GROUPS, CAUSAL, SPLIT, call)),
-         (compute_for_keys, (1, GROUPS, CAUSAL, SPLIT, call)),
-         (copy_for_keys, (GROUPS, CAUSAL, 1, copies))],
+        [(compute_for_keys, (0, config, kernel)), (compute_for_keys, (1, config, kernel)), (copy_for_keys, (config, kernel))],
         [4, 1], [240, 24],
     )  # fmt: skip

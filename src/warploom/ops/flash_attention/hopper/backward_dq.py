@@ -18,9 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import Ring, as_factor, matrix, new_ring
-from warploom.ops.flash_attention.hopper.forward import QueryCopies, copy_for_queries
-from warploom.ops.flash_attention.hopper.masks import first_key, key_steps, rest_of, tile_of_step
+from warploom.device.hopper.pipeline import as_factor, matrix, new_ring
+from warploom.ops.flash_attention.hopper.forward import QueryKernel, copy_for_queries
+from warploom.ops.flash_attention.hopper.masks import (
+    OwnQueries,
+    first_key,
+    own_queries,
+    tile_of_step,
+    without_first_step,
+)
 from warploom.ops.flash_attention.hopper.tiles import (
     NARROW_HEAD,
     ROWS,
@@ -39,97 +45,75 @@ from warploom.ops.flash_attention.hopper.tiles import (
 )
 from warploom.ops.flash_attention.hopper.weights import load_row_values, weights_of
 from warploom.ops.flash_attention.hopper.work import (
-    Options,
-    Scheduler,
+    AttentionCall,
+    Scales,
+    Schedule,
+    SeqLens,
     Window,
-    Work,
-    entry_of,
     new_scheduler,
-    received,
+    receive,
     tile_place,
     tiles_of,
 )
 
 
-class QueryGradients(NamedTuple):
-    """Tensors that groups of warps that own queries share."""
+class QueryRows(NamedTuple):
+    """Rows of the 64 queries that a group of warps owns."""
 
-    scheduler: Scheduler
-    q_tiles: gl.shared_memory_descriptor  # one for each group
-    do_tiles: gl.shared_memory_descriptor  # one for each group
-    k: Ring
-    v: Ring
-    lse: gl.tensor
-    delta: gl.tensor
-    dq: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient
-    options: Options
-
-
-class OwnQueries(NamedTuple):
-    """64 queries that a group of warps owns."""
-
-    q_pieces: gl.tuple
-    do_tile: gl.tensor  # in registers, or in shared memory
+    queries: OwnQueries
     lse: gl.tensor  # (64,)
     delta: gl.tensor  # (64,)
-    first: gl.int32  # the key that the first of them stands at
-    seq: Work  # of their batch entry, or packed sequence
+    q_pieces: gl.tuple  # in registers, or in shared memory
+    do_tile: gl.tensor | None
 
 
 @gluon.jit
-def kv_loop(dq, dlogits, count, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def kv_loop(dq, dlogits, count, own, begin, end, kernel, MASKED: gl.constexpr, config: gl.constexpr):
     """Loop over tiles of keys ``end − 1 … begin``, with ``dlogits`` of the tile before, number ``count − 1``."""
-    k, v, options = call.k, call.v, call.options
+    k, v, call, queries = kernel.k, kernel.v, kernel.call, own.queries
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
-    OUT_LAYOUT: gl.constexpr = product_layout(call.q_tiles.shape[4])
+    OUT_LAYOUT: gl.constexpr = product_layout(kernel.q_tiles.shape[4])
     STAGES: gl.constexpr = k.full.shape[0]
     PIECES: gl.constexpr = len(dq)
+    dtype: gl.constexpr = k.tiles.dtype
     for i in range(end - begin):
         logits = product_transposed(own.q_pieces, k, count, LAYOUT)  # S = Q Kᵀ
         before = (count + STAGES - 1) % STAGES
-        factor = unpack_as_operand(dlogits, k.tiles.dtype, OUT_LAYOUT)
+        factor = unpack_as_operand(dlogits, dtype, OUT_LAYOUT)
         dq = sum_of_pieces(dq, factor, k.tiles, before)  # dQ += dS K, of the tile before
         dweights = product_transposed((own.do_tile,), v, count, LAYOUT)  # dP = dO Vᵀ
         logits = warpgroup_mma_wait(PIECES + 1, deps=[logits])
-        n = first_key(end - 1 - i, own.seq, options, BLOCK_N)
-        weights = weights_of(  # P = 2^(S − lse)
-            logits, own.lse, n, own.first, own.seq, options, call.scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT
-        )
+        n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
+        weights = weights_of(logits, own.lse, n, queries, call, dtype, MASKED, LAYOUT, config)  # P = 2^(S − lse)
         done = warpgroup_mma_wait(0, deps=dq + (factor, dweights))
         dq, dweights = done[:PIECES], done[PIECES + 1]
         mbarrier.arrive(k.empty.index(before))
         mbarrier.arrive(v.empty.index(count % STAGES))
-        dlogits = pack_16bit(weights * (dweights - own.delta[:, None]), k.tiles.dtype)  # dS = P ⊙ (dP − δ)
+        dlogits = pack_16bit(weights * (dweights - own.delta[:, None]), dtype)  # dS = P ⊙ (dP − δ)
         count += 1
     return dq, dlogits, count
 
 
 @gluon.jit
-def kv_loop_unpipelined(
-    dq, count, group, own, begin, end, call, MASKED: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
+def kv_loop_unpipelined(dq, count, group, own, begin, end, kernel, MASKED: gl.constexpr, config: gl.constexpr):
     """`kv_loop` of a group with nothing in flight from one tile to the next: wide sums leave no registers for it."""
-    k, v, options = call.k, call.v, call.options
+    k, v, call, queries = kernel.k, kernel.v, kernel.call, own.queries
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
-    OUT_LAYOUT: gl.constexpr = product_layout(call.q_tiles.shape[4])
+    OUT_LAYOUT: gl.constexpr = product_layout(kernel.q_tiles.shape[4])
+    dtype: gl.constexpr = k.tiles.dtype
     for i in range(end - begin):
         # count >> 30 is zero, which the compiler cannot know: it computes addresses here, and holds none in registers.
         place = group + (count >> 30)
-        logits = product_transposed((matrix(call.q_tiles, place),), k, count, LAYOUT)
-        dweights = product_transposed((matrix(call.do_tiles, place),), v, count, LAYOUT)
+        logits = product_transposed((matrix(kernel.q_tiles, place),), k, count, LAYOUT)
+        dweights = product_transposed((matrix(kernel.do_tiles, place),), v, count, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
-        n = first_key(end - 1 - i, own.seq, options, BLOCK_N)
-        weights = weights_of(
-            logits, own.lse, n, own.first, own.seq, options, call.scale, k.tiles.dtype, MASKED, CAUSAL, LAYOUT
-        )
+        n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
+        weights = weights_of(logits, own.lse, n, queries, call, dtype, MASKED, LAYOUT, config)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
-        dlogits = as_factor(weights * (dweights - own.delta[:, None]), k.tiles.dtype, OUT_LAYOUT)
+        dlogits = as_factor(weights * (dweights - own.delta[:, None]), dtype, OUT_LAYOUT)
         slot = count % k.tiles.shape[0]
         dq = warpgroup_mma(dlogits, matrix(k.tiles, slot), dq, is_async=True)
         dq, dlogits = warpgroup_mma_wait(0, deps=[dq, dlogits])
@@ -139,33 +123,27 @@ def kv_loop_unpipelined(
 
 
 @gluon.jit
-def compute_for_queries(
-    own: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call
-):
-    """Run group number ``own`` of warps of `QueryGradients`. ``IN_REGISTERS``: its queries and gradients stay there."""
-    scheduler, q_tiles, do_tiles, k = call.scheduler, call.q_tiles, call.do_tiles, call.k
-    v, lse, delta, result = call.v, call.lse, call.delta, call.dq
-    work, scale, grad_scale, options = call.work, call.scale, call.grad_scale, call.options
-    GROUPS: gl.constexpr = do_tiles.shape[0]
+def compute_for_queries(own: gl.constexpr, IN_REGISTERS: gl.constexpr, config: gl.constexpr, kernel):
+    """Run group number ``own`` of warps of `hopper_query_kernel`. ``IN_REGISTERS``: its queries and gradients stay there."""
+    scheduler, q_tiles, do_tiles = kernel.scheduler, kernel.q_tiles, kernel.do_tiles
+    k, v, call, schedule = kernel.k, kernel.v, kernel.call, kernel.call.schedule
     STAGES: gl.constexpr = k.full.shape[0]
-    PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
+    PIECES: gl.constexpr = config.PIECES
+    CAUSAL: gl.constexpr = config.CAUSAL
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     D: gl.constexpr = q_tiles.shape[4]
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = product_layout(D)
+    dtype: gl.constexpr = k.tiles.dtype
+    tokens = call.lengths.tokens
     count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, _ = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, CAUSAL)
-        entry = entry_of(work, row // work.heads, block * BLOCK_M, options)
-        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
-        m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - entry.tokens  # the last query stands at the last key
-        row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
-        row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
+        queries = own_queries(place, own, kernel, config)
+        row_lse = load_row_values(kernel.lse, place.row, queries.m, tokens, float("inf"), LAYOUT)
+        row_delta = load_row_values(kernel.delta, place.row, queries.m, tokens, 0.0, LAYOUT)
         if IN_REGISTERS:
             q_pieces = (matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
             do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -178,81 +156,74 @@ def compute_for_queries(
         dweights = product_transposed((do_tile,), v, count, LAYOUT)
         logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
         mbarrier.arrive(v.empty.index(count % STAGES))
-        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
-        begin, end = rest_of(begin, end, options)
-        weights = weights_of(logits, row_lse, n, first, entry, options, scale, k.tiles.dtype, True, CAUSAL, LAYOUT)
-        dlogits = pack_16bit(weights * (dweights - row_delta[:, None]), k.tiles.dtype)
+        n = first_key(tile_of_step(0, queries, call), queries.seq, call, BLOCK_N)
+        queries = without_first_step(queries, call)
+        weights = weights_of(logits, row_lse, n, queries, call, dtype, True, LAYOUT, config)
+        dlogits = pack_16bit(weights * (dweights - row_delta[:, None]), dtype)
         count += 1
-        own_queries = OwnQueries(q_pieces, do_tile, row_lse, row_delta, first, entry)
-        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
-            dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, full, end, call, True, CAUSAL)
-        dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, low, full, call, False, CAUSAL)
-        if options.window is not None:
-            dq, dlogits, count = kv_loop(dq, dlogits, count, own_queries, begin, low, call, True, CAUSAL)
+        rows = QueryRows(queries, row_lse, row_delta, q_pieces, do_tile)
+        if CAUSAL or call.window is not None:  # otherwise the first step alone has a mask
+            dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.full, queries.end, kernel, True, config)
+        dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.low, queries.full, kernel, False, config)
+        if call.window is not None:
+            dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.begin, queries.low, kernel, True, config)
         if not IN_REGISTERS:
             mbarrier.arrive(scheduler.empty.index(0))
         before = (count + STAGES - 1) % STAGES
-        factor = unpack_as_operand(dlogits, k.tiles.dtype, OUT_LAYOUT)
-        dq = sum_of_pieces(dq, factor, k.tiles, before)
-        dq = finished(dq)
+        factor = unpack_as_operand(dlogits, dtype, OUT_LAYOUT)
+        dq = finished(sum_of_pieces(dq, factor, k.tiles, before))
         mbarrier.arrive(k.empty.index(before))
         tma.store_wait(0)  # until the tile before has left its buffer
-        batch, head = row // work.heads, row % work.heads
+        batch, head = place.row // schedule.heads, place.row % schedule.heads
         if PIECES > 1:
-            store_pieces(result, dq, grad_scale, split, batch, head, m, work.tokens, OUT_LAYOUT)
+            store_pieces(kernel.dq, dq, call.grad_scale, place.split, batch, head, queries.m, tokens, OUT_LAYOUT)
         else:
-            store_tile(result, dq[0] * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
-        done += 1
-        tile, _ = received(scheduler, done)
+            store_tile(
+                kernel.dq, dq[0] * call.grad_scale, own, place.split, batch, head, queries.m, tokens, OUT_LAYOUT
+            )
+        work = receive(scheduler, work.number + 1)
     tma.store_wait(0)
 
 
 @gluon.jit
-def compute_for_wide_queries(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
+def compute_for_wide_queries(own: gl.constexpr, config: gl.constexpr, kernel):
     """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries."""
-    scheduler, q_tiles, k, lse = call.scheduler, call.q_tiles, call.k, call.lse
-    delta, result, work, grad_scale = call.delta, call.dq, call.work, call.grad_scale
-    options = call.options
-    BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    D: gl.constexpr = q_tiles.shape[4]
-    BLOCK_M: gl.constexpr = q_tiles.shape[0] * ROWS
-    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    D: gl.constexpr = kernel.q_tiles.shape[4]
+    LAYOUT: gl.constexpr = product_layout(kernel.k.tiles.shape[3])
     OUT_LAYOUT: gl.constexpr = product_layout(D)
+    CAUSAL: gl.constexpr = config.CAUSAL
+    tokens = call.lengths.tokens
     count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, _ = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, CAUSAL)
-        entry = entry_of(work, row // work.heads, block * BLOCK_M, options)
-        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
-        m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - entry.tokens  # the last query stands at the last key
-        row_lse = load_row_values(lse, row, m, work.tokens, float("inf"), LAYOUT)
-        row_delta = load_row_values(delta, row, m, work.tokens, 0.0, LAYOUT)
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
+        queries = own_queries(place, own, kernel, config)
+        begin, low, full, end = queries.begin, queries.low, queries.full, queries.end
+        row_lse = load_row_values(kernel.lse, place.row, queries.m, tokens, float("inf"), LAYOUT)
+        row_delta = load_row_values(kernel.delta, place.row, queries.m, tokens, 0.0, LAYOUT)
         dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        own_queries = OwnQueries((), None, row_lse, row_delta, first, entry)
-        if options.window is not None or options.seqused_k is not None:
-            dq, count = kv_loop_unpipelined(dq, count, own, own_queries, begin, begin + 1, call, True, CAUSAL)
+        rows = QueryRows(queries, row_lse, row_delta, (), None)
+        if call.window is not None or call.seqused_k is not None:
+            dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, begin + 1, kernel, True, config)
             begin += 1
-        dq, count = kv_loop_unpipelined(dq, count, own, own_queries, full, end, call, True, CAUSAL)
-        dq, count = kv_loop_unpipelined(dq, count, own, own_queries, low, full, call, False, CAUSAL)
-        if options.window is not None:
-            dq, count = kv_loop_unpipelined(dq, count, own, own_queries, begin, low, call, True, CAUSAL)
-        batch, head = row // work.heads, row % work.heads
-        store_tile(result, dq * grad_scale, own, split, batch, head, m, work.tokens, SPLIT, OUT_LAYOUT)
+        dq, count = kv_loop_unpipelined(dq, count, own, rows, full, end, kernel, True, config)
+        dq, count = kv_loop_unpipelined(dq, count, own, rows, low, full, kernel, False, config)
+        if call.window is not None:
+            dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, low, kernel, True, config)
+        batch, head = place.row // schedule.heads, place.row % schedule.heads
+        store_tile(kernel.dq, dq * call.grad_scale, own, place.split, batch, head, queries.m, tokens, OUT_LAYOUT)
         tma.store_wait(0)
         mbarrier.arrive(scheduler.empty.index(0))
-        done += 1
-        tile, _ = received(scheduler, done)
+        work = receive(scheduler, work.number + 1)
 
 
 @gluon.jit
 def hopper_query_kernel(
     q_desc, k_desc, v_desc, do_desc, dq, lse, delta, counters, seqused_k, units,
-    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32, dq_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
+    dq_strides: SplitStrides, config: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries. Descriptors, boxes and parts are as in `forward.hopper_forward_kernel`.
 
@@ -261,7 +232,11 @@ def hopper_query_kernel(
     ``counters[1]`` is zero. It runs beside `hopper_key_kernel`, of which it reads nothing, and does not end before that
     has ended.
     """
-    if SPLIT:  # what sums up parts is put in place while this still runs, and waits for it
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    PIECES: gl.constexpr = config.PIECES
+    SOFTCAP: gl.constexpr = config.SOFTCAP
+    if config.SPLIT:  # what sums up parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
@@ -272,37 +247,37 @@ def hopper_query_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
     V_STAGES: gl.constexpr = STAGES if D <= NARROW_HEAD else STAGES - 1  # there is no room for as many wide ones
     v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT or D > NARROW_HEAD:
-        dq_tiles = q_tiles  # of parts not used: they go from registers to memory
-    else:
-        dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
+    dq_tiles = None
+    if not config.SPLIT:
+        dq_tiles = q_tiles
+        if D <= NARROW_HEAD:
+            dq_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], dq.layout)
     scheduler = new_scheduler(counters + 1, 1, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, V_STAGES, GROUPS)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP, None, units)
-    copies = QueryCopies(scheduler, (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, k, v, work, options)
-    result = Result(dq, dq_tiles, dq_strides)
-    call = QueryGradients(scheduler, q_tiles, do_tiles, k, v, lse, delta, result, work, scale, grad_scale, options)
+    call = AttentionCall(
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
+    )
+    kernel = QueryKernel(
+        scheduler, q_tiles, do_tiles, k, v, None, None, None, lse, None, delta, None, Result(dq, dq_tiles, dq_strides),
+        (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, call,
+    )  # fmt: skip
     if D > NARROW_HEAD:
         gl.warp_specialize(
-            [(compute_for_wide_queries, (0, CAUSAL, SPLIT, call)),
-             (compute_for_wide_queries, (1, CAUSAL, SPLIT, call)),
-             (copy_for_queries, (GROUPS, CAUSAL, True, 1, copies))],
+            [(compute_for_wide_queries, (0, config, kernel)), (compute_for_wide_queries, (1, config, kernel)),
+             (copy_for_queries, (True, config, kernel))],
             [4, 1], [240, 24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_queries, (0, PIECES == 1, CAUSAL, SPLIT, call)),
-             (compute_for_queries, (1, PIECES == 1, CAUSAL, SPLIT, call)),
-             (copy_for_queries, (GROUPS, CAUSAL, True, 1, copies))],
+            [(compute_for_queries, (0, PIECES == 1, config, kernel)), (compute_for_queries, (1, PIECES == 1, config, kernel)),
+             (copy_for_queries, (True, config, kernel))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:  # three groups leave no registers for queries
         gl.warp_specialize(
-            [(compute_for_queries, (0, False, CAUSAL, SPLIT, call)),
-             (compute_for_queries, (1, False, CAUSAL, SPLIT, call)),
-             (compute_for_queries, (2, False, CAUSAL, SPLIT, call)),
-             (copy_for_queries, (GROUPS, CAUSAL, True, 1, copies))],
+            [(compute_for_queries, (0, False, config, kernel)), (compute_for_queries, (1, False, config, kernel)),
+             (compute_for_queries, (2, False, config, kernel)), (copy_for_queries, (True, config, kernel))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
     if gl.program_id(0) == 0:

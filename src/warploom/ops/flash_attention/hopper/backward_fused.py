@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,9 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, matrix, wait_empty
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyCopies, copy_for_keys
+from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys
 from warploom.ops.flash_attention.hopper.exchange import (
-    Exchange,
     clear_unused,
     new_exchange,
     publish_part,
@@ -26,68 +23,53 @@ from warploom.ops.flash_attention.hopper.exchange import (
     share_dlogits,
     stage_of,
 )
-from warploom.ops.flash_attention.hopper.masks import query_steps
-from warploom.ops.flash_attention.hopper.ordered_sums import Additions, add_query_gradients
+from warploom.ops.flash_attention.hopper.masks import OwnKeys, own_keys
+from warploom.ops.flash_attention.hopper.ordered_sums import add_query_gradients
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
-    RowRing,
     new_row_ring,
     product_layout,
     product_transposed,
     store_tile,
 )
-from warploom.ops.flash_attention.hopper.weights import KeyMask, weights_and_slopes
+from warploom.ops.flash_attention.hopper.weights import weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
-    Options,
-    Scheduler,
+    AttentionCall,
+    Scales,
+    Schedule,
+    SeqLens,
     Window,
-    Work,
-    entry_of,
     new_scheduler,
     read,
-    received,
+    receive,
     tile_place,
     tiles_of,
+    whole_loop,
 )
 
 
-class AllGradients(NamedTuple):
-    """Tensors that groups of warps that own keys share where they form all gradients."""
-
-    scheduler: Scheduler
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    exchange: Exchange
-    dk: Result
-    dv: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient of keys
-    options: Options
-
-
 @gluon.jit
-def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr, CAUSAL: gl.constexpr):
-    """Loop of group number ``own`` over tiles of queries ``end − 1 … begin``, each of all heads, for all gradients.
+def all_gradients_loop(dk, dv, count, keys, kernel, own: gl.constexpr, config: gl.constexpr):
+    """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
     A tile's gradient of queries is formed one step later, when the other group's gradients of logits are there, and
     leaves while gradients of keys and the next logits are computed.
     """
-    q, do, exchange, heads = call.q, call.do, call.exchange, call.work.group
+    q, do, exchange, heads = kernel.q, kernel.do, kernel.exchange, kernel.call.schedule.group
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_M)
     OUT_LAYOUT: gl.constexpr = product_layout(q.tiles.shape[4])
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
     start = count
-    steps = heads * (end - begin)
+    steps = heads * (keys.end - keys.begin)
     if steps > 0:
         # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
         k_tile = matrix(exchange.k_tiles, own + (count >> 30))
         logits = product_transposed((k_tile,), q, count, LAYOUT)  # (keys, queries)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        m = end - 1
+        m = keys.end - 1
         member = m * 0
         for i in range(steps):
             slot, phase = stage_of(count, STAGES)
@@ -98,7 +80,7 @@ def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr,
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
-                logits, q.row_values.index(slot), m, mask, call.scale, call.options.softcap, dtype, CAUSAL, LAYOUT
+                logits, q.row_values.index(slot), m, keys, kernel.call, dtype, LAYOUT, config
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
@@ -117,8 +99,8 @@ def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr,
             following, phase = stage_of(count + more, STAGES)
             mbarrier.wait(q.full.index(following), phase, pred=more > 0)
             q_tile = matrix(q.tiles, following).permute([1, 0])
-            keys = matrix(exchange.k_tiles, own + zero)
-            logits = warpgroup_mma(keys, q_tile, zeros, use_acc=False, is_async=True)
+            k_tile = matrix(exchange.k_tiles, own + zero)
+            logits = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(2, deps=[dq])
             if count > start:
                 publish_part(exchange, dq, count - 1, own)
@@ -136,65 +118,56 @@ def all_gradients_loop(dk, dv, count, begin, end, mask, call, own: gl.constexpr,
 
 
 @gluon.jit
-def compute_all(own: gl.constexpr, CAUSAL: gl.constexpr, ENDS: gl.constexpr, call):
+def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
     """Run group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values.
 
     What is behind the last key is zeros, and so are its logits: where all others are far below, its weight is infinite, and
     times zero it is NaN. If such a tile ``ENDS`` within, and no other mask hides that, weights there are zero.
     """
-    scheduler, q, exchange, dk_result = call.scheduler, call.q, call.exchange, call.dk
-    dv_result, work, grad_scale, options = call.dv, call.work, call.grad_scale, call.options
-    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    D: gl.constexpr = q.tiles.shape[4]
-    BLOCK_N: gl.constexpr = GROUPS * ROWS
+    scheduler, exchange = kernel.scheduler, kernel.exchange
+    call, schedule = kernel.call, kernel.call.schedule
+    D: gl.constexpr = kernel.q.tiles.shape[4]
+    BLOCK_N: gl.constexpr = config.GROUPS * ROWS
     OUT_LAYOUT: gl.constexpr = product_layout(D)
-    key_heads = work.heads // work.group
+    key_heads = schedule.heads // schedule.group
     count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, _ = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, block * BLOCK_N, options)
-        begin, full, high, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        first = block * BLOCK_N + own * ROWS - (entry.keys - entry.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        used = None
-        if ENDS or options.seqused_k is not None:
-            used = entry.keys - block * BLOCK_N - own * ROWS
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = whole_loop(tile_place(work.tile, schedule, False))
+        keys = own_keys(place, key_heads, own, kernel, config)
+        if config.ENDS or call.seqused_k is not None:
+            full = keys.full
+            used = keys.seq.keys - place.block * BLOCK_N - own * ROWS
             if used < ROWS:
-                if options.seqused_k is not None:
+                if call.seqused_k is not None:
                     clear_unused(matrix(exchange.k_tiles, own), used)
                     clear_unused(matrix(exchange.v_tiles, own), used)
                     fence_async_shared()
-                full = high
+                full = keys.high
+            keys = OwnKeys(keys.seq, keys.begin, full, keys.high, keys.end, keys.first, keys.reach, used)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        mask = KeyMask(full, high, first, used, reach)
-        dk, dv, count = all_gradients_loop(dk, dv, count, begin, end, mask, call, own, CAUSAL)
+        dk, dv, count = all_gradients_loop(dk, dv, count, keys, kernel, own, config)
         # Worked out again rather than held in registers.
-        block, row, _ = tile_place(read(scheduler, slot), work, False)
-        batch, head = row // key_heads, row % key_heads
-        n = block * BLOCK_N + own * ROWS
-        store_tile(dv_result, dv, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
+        place = tile_place(read(scheduler, work.slot), schedule, False)
+        batch, head = place.row // key_heads, place.row % key_heads
+        n = place.block * BLOCK_N + own * ROWS
+        rows = call.lengths.keys
+        store_tile(kernel.dv, dv, own, 0, batch, head, n, rows, OUT_LAYOUT)
         if count > 0:  # the other group has read the keys
             wait_empty(exchange.empty, count + 1)
-        store_tile(dk_result, dk * grad_scale, own, 0, batch, head, n, work.keys, False, OUT_LAYOUT)
+        store_tile(kernel.dk, dk * call.grad_scale, own, 0, batch, head, n, rows, OUT_LAYOUT)
         tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(slot))
-        done += 1
-        tile, slot = received(scheduler, done)
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        work = receive(scheduler, work.number + 1)
 
 
 @gluon.jit
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
-    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    CAUSAL: gl.constexpr, ENDS: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
+    config: gl.constexpr,
 ):  # fmt: skip
     """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
@@ -215,6 +188,9 @@ def hopper_backward_kernel(
     """
     gdc_wait()
     gdc_launch_dependents()
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    SOFTCAP: gl.constexpr = config.SOFTCAP
     D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
@@ -224,7 +200,7 @@ def hopper_backward_kernel(
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], swizzled)
-    parts = gl.allocate_shared_memory(gl.float32, [PARTS * GROUPS, 1, 1, ROWS, ROWS], added.layout)
+    parts = gl.allocate_shared_memory(gl.float32, [config.PARTS * GROUPS, 1, 1, ROWS, ROWS], added.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
@@ -232,20 +208,16 @@ def hopper_backward_kernel(
     q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
     exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP, None, units)
-    copies = KeyCopies(
-        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, None, None, work, options,
-    )  # fmt: skip
-    additions = Additions(
-        scheduler, parts, exchange.part_full, exchange.part_empty, added, tiles_added, work, options
+    call = AttentionCall(
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
     )
-    dk_result, dv_result = Result(dk, k_tiles, None), Result(dv, v_tiles, None)
-    call = AllGradients(scheduler, q, do, exchange, dk_result, dv_result, work, scale, grad_scale, options)
+    kernel = KeyKernel(
+        scheduler, k_tiles, v_tiles, q, do, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, None, None, added,
+        tiles_added, call,
+    )  # fmt: skip
     gl.warp_specialize(
-        [(compute_all, (0, CAUSAL, ENDS, call)),
-         (compute_all, (1, CAUSAL, ENDS, call)),
-         (copy_for_keys, (GROUPS, CAUSAL, 1, copies, True)),
-         (add_query_gradients, (0, GROUPS, CAUSAL, BLOCK_M, additions)),
-         (add_query_gradients, (1, GROUPS, CAUSAL, BLOCK_M, additions))],
+        [(compute_all, (0, config, kernel)), (compute_all, (1, config, kernel)), (copy_for_keys, (config, kernel)),
+         (add_query_gradients, (0, config, kernel)), (add_query_gradients, (1, config, kernel))],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -21,13 +21,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, wait_full
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyCopies, copy_for_keys, used_rows
-from warploom.ops.flash_attention.hopper.masks import query_steps
+from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys, used_rows
+from warploom.ops.flash_attention.hopper.masks import own_keys
 from warploom.ops.flash_attention.hopper.terms import add_product, product_of_terms
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
-    RowRing,
     SplitStrides,
     empty_sum,
     new_row_ring,
@@ -40,16 +39,17 @@ from warploom.ops.flash_attention.hopper.tiles import (
     sum_of_pieces,
     unpack_as_operand,
 )
-from warploom.ops.flash_attention.hopper.weights import KeyMask, transposed_weights_of, weights_and_slopes
+from warploom.ops.flash_attention.hopper.weights import transposed_weights_of, weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
-    Options,
-    Scheduler,
+    AttentionCall,
+    Scales,
+    Schedule,
+    SeqLens,
     Window,
-    Work,
-    entry_of,
     new_scheduler,
     read,
-    received,
+    receive,
+    sequence_of,
     tile_place,
     tiles_of,
 )
@@ -81,28 +81,9 @@ def new_weights(tiles, full):
     return Weights(tiles, full)
 
 
-class SharedKeyGradients(NamedTuple):
-    """Tensors that the two groups of warps with the same 64 keys share."""
-
-    scheduler: Scheduler
-    k_tiles: gl.shared_memory_descriptor
-    v_tiles: gl.shared_memory_descriptor
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse; of several terms
-    weights: Weights
-    dk: Result
-    dv: Result
-    work: Work
-    scale: gl.float32  # of the logits, in powers of two
-    grad_scale: gl.float32  # of the gradient of keys
-    options: Options
-
-
 @gluon.jit
 def query_loop_for_one(
-    acc, count, slot, begin, end, first, reach, call,
-    VALUES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, TERMS: gl.constexpr,
+    acc, count, slot, begin, end, keys, kernel, VALUES: gl.constexpr, MASKED: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Loop over tiles of queries ``begin … end`` of one head for one of two gradients; the other group forms the other.
 
@@ -110,11 +91,14 @@ def query_loop_for_one(
     of values. Otherwise the own tile is of values, near and far change places, and ``acc`` is the gradient of keys. Of
     several terms the last tile comes first.
     """
-    own_tiles, near, far = (call.k_tiles, call.q, call.do) if VALUES else (call.v_tiles, call.do, call.q)
-    weights = call.weights
+    own_tiles, near, far = (
+        (kernel.k_tiles, kernel.q, kernel.do) if VALUES else (kernel.v_tiles, kernel.do, kernel.q)
+    )
+    weights, call = kernel.weights, kernel.call
+    TERMS: gl.constexpr = config.TERMS
     BLOCK_M: gl.constexpr = near.tiles.shape[3]
     LAYOUT: gl.constexpr = product_layout(BLOCK_M)
-    OUT_LAYOUT: gl.constexpr = product_layout(call.q.tiles.shape[4])
+    OUT_LAYOUT: gl.constexpr = product_layout(kernel.q.tiles.shape[4])
     for i in range(begin if TERMS == 1 else 0, end if TERMS == 1 else end - begin):
         stage = wait_full(near.full, count)
         product = product_of_terms(pieces_of(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
@@ -123,13 +107,12 @@ def query_loop_for_one(
         if VALUES:
             row_inverse = None
             if TERMS > 1:
-                row_inverse = call.inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
+                row_inverse = kernel.inverses.index(stage).load(gl.SliceLayout(0, LAYOUT))
             mbarrier.arrive(near.empty.index(stage))
             m = (i if TERMS == 1 else end - 1 - i) * BLOCK_M
             tile, slopes = transposed_weights_of(
-                product, row_value, m, first, call.scale, near.tiles.dtype, MASKED, LAYOUT,
-                row_inverse, reach, call.options.softcap, CAUSAL,
-            )  # fmt: skip
+                product, row_value, m, keys, call, near.tiles.dtype, MASKED, LAYOUT, config, row_inverse
+            )
             weights.tiles.index(stage).store(slopes)
             mbarrier.arrive(weights.full.index(stage))
         else:
@@ -142,77 +125,15 @@ def query_loop_for_one(
 
 
 @gluon.jit
-def compute_for_one(VALUES: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, TERMS: gl.constexpr, call):
-    """One of two groups of warps with the same 64 keys: for the gradient of their values, or for theirs.
-
-    Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
-    way round.
-    """
-    scheduler, q, work, options = call.scheduler, call.q, call.work, call.options
-    result = call.dv if VALUES else call.dk
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
-    D: gl.constexpr = q.tiles.shape[4]
-    OUT_LAYOUT: gl.constexpr = product_layout(D)
-    key_heads = work.heads // work.group
-    count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, block * ROWS, options)
-        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, ROWS, BLOCK_M)
-        first = block * ROWS - (entry.keys - entry.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        acc = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        for _ in range(work.group):
-            if CAUSAL and TERMS == 1:
-                acc, count = query_loop_for_one(
-                    acc, count, slot, begin, full, first, reach, call, VALUES, True, CAUSAL, TERMS
-                )
-            acc, count = query_loop_for_one(
-                acc, count, slot, full, high, first, reach, call, VALUES, False, CAUSAL, TERMS
-            )
-            if options.window is not None:
-                acc, count = query_loop_for_one(
-                    acc, count, slot, high, end, first, reach, call, VALUES, True, CAUSAL, TERMS
-                )
-            if CAUSAL and TERMS > 1:
-                acc, count = query_loop_for_one(
-                    acc, count, slot, begin, full, first, reach, call, VALUES, True, CAUSAL, TERMS
-                )
-        if TERMS > 1:  # results leave through no buffer
-            mbarrier.arrive(scheduler.empty.index(slot))
-        if not VALUES:
-            acc = acc * call.grad_scale
-        if TERMS == 1:  # worked out again rather than held in registers
-            block, row, split = tile_place(read(scheduler, slot), work, False)
-        batch, head = row // key_heads, row % key_heads
-        if options.seqused_k is not None:
-            entry = entry_of(work, batch, block * ROWS, options)
-            (acc,) = used_rows((acc,), block * ROWS, entry.keys, OUT_LAYOUT)
-        store_tile(result, acc, slot, split, batch, head, block * ROWS, work.keys, SPLIT, OUT_LAYOUT)
-        if TERMS == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(scheduler.empty.index(slot))
-        done += 1
-        tile, slot = received(scheduler, done)
-
-
-@gluon.jit
-def factor_of(product, count, m, mask, call, VALUES: gl.constexpr, CAUSAL: gl.constexpr):
+def factor_of(product, count, m, keys, kernel, VALUES: gl.constexpr, config: gl.constexpr):
     """Returns weights, or gradients of logits, from a near product of tile number ``count``, number ``m`` of its queries."""
-    near, weights = call.q if VALUES else call.do, call.weights
+    near, weights = kernel.q if VALUES else kernel.do, kernel.weights
     dtype: gl.constexpr = near.tiles.dtype
     LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
     stage = count % near.full.shape[0]
     row_values = near.row_values.index(stage)
     if VALUES:
-        tile, slopes = weights_and_slopes(
-            product, row_values, m, mask, call.scale, call.options.softcap, dtype, CAUSAL, LAYOUT
-        )
+        tile, slopes = weights_and_slopes(product, row_values, m, keys, kernel.call, dtype, LAYOUT, config)
         mbarrier.arrive(near.empty.index(stage))
         weights.tiles.index(stage).store(slopes)
         mbarrier.arrive(weights.full.index(stage))
@@ -225,38 +146,38 @@ def factor_of(product, count, m, mask, call, VALUES: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def query_loop_in_pieces(
-    acc, count, slot, begin, end, mask, call, VALUES: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """`query_loop_for_one` over tiles of queries ``begin … end`` of all heads, of which one follows the other.
+def query_loop_in_pieces(acc, count, slot, keys, kernel, VALUES: gl.constexpr, config: gl.constexpr):
+    """`query_loop_for_one` over tiles of queries of all heads, of which one follows the other.
 
     The own tile is given back when the last near product is there.
     """
-    own_tiles, near, far = (call.k_tiles, call.q, call.do) if VALUES else (call.v_tiles, call.do, call.q)
-    own_empty, heads = call.scheduler.empty.index(slot), call.work.group
+    own_tiles, near, far = (
+        (kernel.k_tiles, kernel.q, kernel.do) if VALUES else (kernel.v_tiles, kernel.do, kernel.q)
+    )
+    own_empty, heads = kernel.scheduler.empty.index(slot), kernel.call.schedule.group
     STAGES: gl.constexpr = near.full.shape[0]
     LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
     OUT_LAYOUT: gl.constexpr = product_layout(far.tiles.shape[4])
     NEAR: gl.constexpr = near.tiles.shape[0] // STAGES
     FAR: gl.constexpr = far.tiles.shape[0] // STAGES
     dtype: gl.constexpr = near.tiles.dtype
-    steps = heads * (end - begin)
+    steps = heads * (keys.end - keys.begin)
     if steps > 0:
         own = pieces_of(own_tiles, slot, NEAR)
-        m = begin
+        m = keys.begin
         product = product_transposed(own, near, count, LAYOUT)  # (keys, queries)
         product = warpgroup_mma_wait(0, deps=[product])
-        new = factor_of(product, count, m, mask, call, VALUES, CAUSAL)
+        new = factor_of(product, count, m, keys, kernel, VALUES, config)
         tile = pack_16bit(new, dtype)
         for _ in range(steps - 1):
             m += 1
-            m = gl.where(m == end, begin, m)
+            m = gl.where(m == keys.end, keys.begin, m)
             product = product_transposed(own, near, count + 1, LAYOUT)
             far_slot = wait_full(far.full, count)
             factor = unpack_as_operand(tile, dtype, OUT_LAYOUT)
             acc = sum_of_pieces(acc, factor, far.tiles, far_slot)
             product = warpgroup_mma_wait(FAR, deps=[product])
-            new = factor_of(product, count + 1, m, mask, call, VALUES, CAUSAL)
+            new = factor_of(product, count + 1, m, keys, kernel, VALUES, config)
             acc = warpgroup_mma_wait(0, deps=acc + (factor,))[:FAR]
             mbarrier.arrive(far.empty.index(far_slot))
             tile = pack_16bit(new, dtype)
@@ -274,50 +195,77 @@ def query_loop_in_pieces(
 
 
 @gluon.jit
-def compute_in_pieces(VALUES: gl.constexpr, CAUSAL: gl.constexpr, call):
-    """`compute_for_one` for keys in pieces.
+def compute_for_one(VALUES: gl.constexpr, config: gl.constexpr, kernel):
+    """One of two groups of warps with the same 64 keys: for the gradient of their values, or for theirs.
 
-    Its result leaves through no buffer: while it does, the next keys and values are copied.
+    Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
+    way round. In pieces, or of several terms, it leaves through no buffer: while it does, the next keys and values are
+    copied.
     """
-    scheduler, q, work, options = call.scheduler, call.q, call.work, call.options
-    result, far = (call.dv, call.do) if VALUES else (call.dk, q)
-    PIECES: gl.constexpr = far.tiles.shape[0] // far.full.shape[0]
-    BLOCK_M: gl.constexpr = q.tiles.shape[3]
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    result, far = (kernel.dv, kernel.do) if VALUES else (kernel.dk, kernel.q)
+    TERMS: gl.constexpr = config.TERMS
+    IN_PIECES: gl.constexpr = config.PIECES > 1
+    CAUSAL: gl.constexpr = config.CAUSAL
     WIDTH: gl.constexpr = far.tiles.shape[4]
+    PIECES: gl.constexpr = far.tiles.shape[0] // (far.full.shape[0] * TERMS)
     OUT_LAYOUT: gl.constexpr = product_layout(WIDTH)
-    key_heads = work.heads // work.group
+    key_heads = schedule.heads // schedule.group
     count = 0
-    done = 0
-    tiles = tiles_of(work)
-    tile, slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, False)
-        entry = entry_of(work, row // key_heads, block * ROWS, options)
-        begin, full, high, end = query_steps(block, split, entry, options, CAUSAL, ROWS, BLOCK_M)
-        first = block * ROWS - (entry.keys - entry.tokens) - work.right
-        reach = None
-        if options.window is not None:
-            reach = work.right + options.window.left
-        acc = empty_sum(PIECES, WIDTH, OUT_LAYOUT)
-        mask = KeyMask(full, high, first, None, reach)
-        acc, count = query_loop_in_pieces(acc, count, slot, begin, end, mask, call, VALUES, CAUSAL)
-        batch, head = row // key_heads, row % key_heads
-        if options.seqused_k is not None:
-            entry = entry_of(work, batch, block * ROWS, options)
-            acc = used_rows(acc, block * ROWS, entry.keys, OUT_LAYOUT)
-        factor = 1.0 if VALUES else call.grad_scale
-        store_pieces(result, acc, factor, split, batch, head, block * ROWS, work.keys, OUT_LAYOUT)
-        done += 1
-        tile, slot = received(scheduler, done)
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        slot = work.slot
+        place = tile_place(work.tile, schedule, False)
+        keys = own_keys(place, key_heads, 0, kernel, config)
+        sums = empty_sum(PIECES, WIDTH, OUT_LAYOUT)
+        if IN_PIECES:
+            sums, count = query_loop_in_pieces(sums, count, slot, keys, kernel, VALUES, config)
+        else:
+            acc = sums[0]
+            for _ in range(schedule.group):
+                if CAUSAL and TERMS == 1:
+                    acc, count = query_loop_for_one(
+                        acc, count, slot, keys.begin, keys.full, keys, kernel, VALUES, True, config
+                    )
+                acc, count = query_loop_for_one(
+                    acc, count, slot, keys.full, keys.high, keys, kernel, VALUES, False, config
+                )
+                if call.window is not None:
+                    acc, count = query_loop_for_one(
+                        acc, count, slot, keys.high, keys.end, keys, kernel, VALUES, True, config
+                    )
+                if CAUSAL and TERMS > 1:
+                    acc, count = query_loop_for_one(
+                        acc, count, slot, keys.begin, keys.full, keys, kernel, VALUES, True, config
+                    )
+            if TERMS > 1:
+                mbarrier.arrive(scheduler.empty.index(slot))
+            if not VALUES:
+                acc = acc * call.grad_scale
+            if TERMS == 1:  # worked out again rather than held in registers
+                place = tile_place(read(scheduler, slot), schedule, False)
+            sums = (acc,)
+        batch, head = place.row // key_heads, place.row % key_heads
+        n = place.block * ROWS
+        if call.seqused_k is not None:
+            sums = used_rows(sums, n, sequence_of(batch, n, call).keys, OUT_LAYOUT)
+        if IN_PIECES:
+            factor = 1.0 if VALUES else call.grad_scale
+            store_pieces(result, sums, factor, place.split, batch, head, n, call.lengths.keys, OUT_LAYOUT)
+        else:
+            store_tile(result, sums[0], slot, place.split, batch, head, n, call.lengths.keys, OUT_LAYOUT)
+            if TERMS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(scheduler.empty.index(slot))
+        work = receive(scheduler, work.number + 1)
 
 
 @gluon.jit
 def hopper_shared_key_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, lse, delta, inverse, counters, seqused_k, units,
-    work: Work, window: Window, scale: gl.float32, grad_scale: gl.float32,
-    dk_strides: SplitStrides, dv_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
+    dk_strides: SplitStrides, dv_strides: SplitStrides, config: gl.constexpr,
 ):  # fmt: skip
     """`backward_dkv.hopper_key_kernel` for tiles of 64 keys; there is no room for the next tile of them.
 
@@ -328,6 +276,10 @@ def hopper_shared_key_kernel(
     """
     gdc_wait()
     gdc_launch_dependents()
+    STAGES: gl.constexpr = config.STAGES
+    TERMS: gl.constexpr = config.TERMS
+    PIECES: gl.constexpr = config.PIECES
+    SOFTCAP: gl.constexpr = config.SOFTCAP
     D: gl.constexpr = q_desc.block_type.shape[3]
     E: gl.constexpr = v_desc.block_type.shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
@@ -348,26 +300,17 @@ def hopper_shared_key_kernel(
     q, do = new_row_ring(q_tiles, STAGES, 2, lses), new_row_ring(do_tiles, STAGES, 2, deltas)
     weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
     fence_async_shared()
-    options = Options(window, seqused_k, None, SOFTCAP, None, units)
-    copies = KeyCopies(
-        scheduler, (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, q, do, lse, delta, inverse, inverses, work,
-        options,
+    call = AttentionCall(
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
+    )
+    dk_result = Result(dk, None if config.SPLIT else v_tiles, dk_strides)
+    dv_result = Result(dv, None if config.SPLIT else k_tiles, dv_strides)
+    kernel = KeyKernel(
+        scheduler, k_tiles, v_tiles, q, do, weights, None, dk_result, dv_result,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, inverse, inverses,
+        None, None, call,
     )  # fmt: skip
-    call = SharedKeyGradients(
-        scheduler, k_tiles, v_tiles, q, do, inverses, weights,
-        Result(dk, v_tiles, dk_strides), Result(dv, k_tiles, dv_strides), work, scale, grad_scale, options,
+    gl.warp_specialize(
+        [(compute_for_one, (True, config, kernel)), (compute_for_one, (False, config, kernel)), (copy_for_keys, (config, kernel))],
+        [4, 1], [240, 24] if TERMS == 1 else [232, 40],
     )  # fmt: skip
-    if PIECES == 1:
-        gl.warp_specialize(
-            [(compute_for_one, (True, CAUSAL, SPLIT, TERMS, call)),
-             (compute_for_one, (False, CAUSAL, SPLIT, TERMS, call)),
-             (copy_for_keys, (1, CAUSAL, TERMS, copies))],
-            [4, 1], [240, 24] if TERMS == 1 else [232, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(compute_in_pieces, (True, CAUSAL, call)),
-             (compute_in_pieces, (False, CAUSAL, call)),
-             (copy_for_keys, (1, CAUSAL, 1, copies))],
-            [4, 1], [240, 24],
-        )  # fmt: skip

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import Ring, barriers, copy_tile, init_each, matrix, new_ring, wait_full
-from warploom.ops.flash_attention.hopper.masks import first_key, key_steps, rest_of, tile_of_step
+from warploom.ops.flash_attention.hopper.masks import first_key, own_queries, tile_of_step, without_first_step
 from warploom.ops.flash_attention.hopper.softmax import LN_2, exponent_base, softmax_step, with_sink
 from warploom.ops.flash_attention.hopper.tiles import (
     NARROW_HEAD,
@@ -40,16 +40,16 @@ from warploom.ops.flash_attention.hopper.tiles import (
     unpack_as_operand,
 )
 from warploom.ops.flash_attention.hopper.work import (
-    Options,
+    AttentionCall,
+    Schedule,
     Scheduler,
+    SeqLens,
     Window,
-    Work,
     broadcast,
     broadcast_end,
-    entry_of,
     new_scheduler,
     next_tile,
-    received,
+    receive,
     tile_place,
     tiles_of,
 )
@@ -66,110 +66,115 @@ class State(NamedTuple):
     starts: gl.int32  # how often the group was let start its products
 
 
-class Forward(NamedTuple):
-    """Tensors that groups of warps that attend share."""
+class QueryKernel(NamedTuple):
+    """Tensors and buffers of a kernel whose groups of warps own queries; None where it has no use for them."""
 
     scheduler: Scheduler
     q_tiles: gl.shared_memory_descriptor  # GROUPS for each stage of the scheduler
+    do_tiles: gl.shared_memory_descriptor | None  # as many
     k: Ring
     v: Ring
-    go: gl.shared_memory_descriptor  # a barrier for each group: of three, one starts its products after the other
-    out: Result
+    go: (
+        gl.shared_memory_descriptor | None
+    )  # a barrier for each group: of three, one starts its products after the other
+    weights: gl.tuple | None  # see `backward_shared_dkv.Weights`
+    out: Result | None
     lse: gl.tensor
-    statistics: gl.tensor
-    work: Work
-    scale: gl.float32
-    options: Options
+    statistics: gl.tensor | None
+    delta: gl.tensor | None
+    inverse: gl.tensor | None
+    dq: Result | None
+    own_descs: gl.tuple  # of the queries, and what comes with them
+    own_tiles: gl.tuple
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    call: AttentionCall
 
 
 @gluon.jit
-def zero_rows_past_end(ring, count, n, work):
+def zero_rows_past_end(ring, count, n, seq):
     """Make tile number ``count`` of packed values zero behind its sequence, as NaN there times a weight of 0 is NaN.
 
     ``n`` is the number of its first key.
     """
-    if n + ring.tiles.shape[3] > work.keys:
-        clear_rows(matrix(ring.tiles, wait_full(ring.full, count)), work.keys - n)
+    if n + ring.tiles.shape[3] > seq.keys:
+        clear_rows(matrix(ring.tiles, wait_full(ring.full, count)), seq.keys - n)
 
 
 @gluon.jit
 def attend(
-    state, q_pieces, first, seq, begin, end, call, own: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """KV loop of group number ``own`` over tiles ``end − 1 … begin``; its first query stands at the key ``first``."""
-    acc, weights, row_sum, row_max, count, starts = state
-    k, v, go, options = call.k, call.v, call.go, call.options
-    STAGES: gl.constexpr = k.full.shape[0]
+    state, q_pieces, queries, begin, end, kernel, own: gl.constexpr, MASKED: gl.constexpr, config: gl.constexpr
+):
+    """KV loop of group number ``own`` over tiles ``end − 1 … begin``."""
+    k, v, go, call = kernel.k, kernel.v, kernel.go, kernel.call
+    STAGES: gl.constexpr = config.STAGES
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    GROUPS: gl.constexpr = go.shape[0]
+    GROUPS: gl.constexpr = config.GROUPS
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = product_layout(v.tiles.shape[4])
     for i in range(end - begin):
+        count, starts = state.tile, state.starts
         if GROUPS > 2:
             mbarrier.wait(go.index(own), starts & 1)
             starts += 1
         logits = product_transposed(q_pieces, k, count + 1, LAYOUT)  # S = Q Kᵀ
         slot = wait_full(v.full, count)
-        factor = unpack_as_operand(weights, v.tiles.dtype, OUT_LAYOUT)
-        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)  # O += P V, of the tile before
+        factor = unpack_as_operand(state.weights, v.tiles.dtype, OUT_LAYOUT)
+        acc = warpgroup_mma(factor, matrix(v.tiles, slot), state.acc, is_async=True)  # O += P V, of the tile before
         if GROUPS > 2:
             mbarrier.arrive(go.index((own + 1) % GROUPS))
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
-        n = first_key(end - 1 - i, seq, options, BLOCK_N)
-        new, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
-            logits, row_sum, row_max, first, n, seq, options, call.scale, MASKED, CAUSAL, LAYOUT
+        n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
+        weights, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
+            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
         # Without a window the first step has the end of the sequence.
-        if MASKED and options.units is not None and options.window is not None:
-            zero_rows_past_end(v, count + 1, n, seq)
-        if options.base is None:
+        if MASKED and call.units is not None and call.window is not None:
+            zero_rows_past_end(v, count + 1, n, queries.seq)
+        if call.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        weights = pack_16bit(new, v.tiles.dtype)
-        count += 1
-    return State(acc, weights, row_sum, row_max, count, starts)
+        state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count + 1, starts)
+    return state
 
 
 @gluon.jit
-def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, call):
-    """Run group number ``own`` of warps of a `Forward`."""
-    scheduler, q_tiles, k, v = call.scheduler, call.q_tiles, call.k, call.v
-    go, out, lse, statistics = call.go, call.out, call.lse, call.statistics
-    work, scale, options = call.work, call.scale, call.options
-    GROUPS: gl.constexpr = go.shape[0]
-    STAGES: gl.constexpr = k.full.shape[0]
-    PIECES: gl.constexpr = k.tiles.shape[0] // STAGES
+def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
+    """Run group number ``own`` of warps of `hopper_forward_kernel`."""
+    scheduler, q_tiles, k, v = kernel.scheduler, kernel.q_tiles, kernel.k, kernel.v
+    call, schedule = kernel.call, kernel.call.schedule
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    PIECES: gl.constexpr = config.PIECES
+    CAUSAL: gl.constexpr = config.CAUSAL
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     E: gl.constexpr = v.tiles.shape[4]
     OWN_BUFFERS: gl.constexpr = scheduler.full.shape[0] > 1
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = product_layout(E)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if own == GROUPS - 1:  # group 0 starts first
-        mbarrier.arrive(go.index(0))
-    tiles = tiles_of(work)
+        mbarrier.arrive(kernel.go.index(0))
+    tiles = tiles_of(schedule)
     count = 0
     starts = 0
-    done = 0
-    tile, q_slot = received(scheduler, done)
-    while tile < tiles:
-        block, row, split = tile_place(tile, work, CAUSAL)
-        batch, head = row // work.heads, row % work.heads
-        entry = entry_of(work, batch, block * BLOCK_M, options)
-        begin, low, full, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
-        m = block * BLOCK_M + own * ROWS
-        first = m + entry.keys - entry.tokens  # the last query stands at the last key
-        q_pieces = pieces_of(q_tiles, q_slot * GROUPS + own, PIECES)
-        if options.units is not None and options.softcap is not None:  # see `softmax_step`
-            if m + ROWS > entry.tokens:
-                clear_rows(q_pieces[0], entry.tokens - m)
-        if options.sink is not None:  # it is there when the loop has ended
-            sink = gl.load(options.sink + head).to(gl.float32)
-            if options.units is not None:  # rows behind the last sequence have none
-                sink = gl.where(entry.keys < entry.first_key, float("-inf"), sink)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
+        batch, head = place.row // schedule.heads, place.row % schedule.heads
+        queries = own_queries(place, own, kernel, config)
+        seq = queries.seq
+        m = queries.m
+        q_pieces = pieces_of(q_tiles, work.slot * GROUPS + own, PIECES)
+        if call.units is not None and call.softcap is not None:  # see `softmax_step`
+            if m + ROWS > seq.tokens:
+                clear_rows(q_pieces[0], seq.tokens - m)
+        if call.sink is not None:  # it is there when the loop has ended
+            sink = gl.load(call.sink + head).to(gl.float32)
+            if call.units is not None:  # rows behind the last sequence have none
+                sink = gl.where(seq.keys < seq.first_key, float("-inf"), sink)
         acc = gl.zeros([ROWS, E], gl.float32, OUT_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -177,36 +182,37 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         logits = product_transposed(q_pieces, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
-        n = first_key(tile_of_step(0, begin, end, options), entry, options, BLOCK_N)
-        begin, end = rest_of(begin, end, options)
-        new, row_sum, row_max, _ = softmax_step(
-            logits, row_sum, row_max, first, n, entry, options, scale, True, CAUSAL, LAYOUT
+        n = first_key(tile_of_step(0, queries, call), seq, call, BLOCK_N)
+        queries = without_first_step(queries, call)
+        weights, row_sum, row_max, _ = softmax_step(
+            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config
         )
-        if options.units is not None:
-            zero_rows_past_end(v, count, n, entry)
-        state = State(acc, pack_16bit(new, v.tiles.dtype), row_sum, row_max, count, starts)
-        if CAUSAL or options.window is not None:  # otherwise the first step alone has a mask
-            state = attend(state, q_pieces, first, entry, full, end, call, own, True, CAUSAL)
-        state = attend(state, q_pieces, first, entry, low, full, call, own, False, CAUSAL)
-        if options.window is not None:
-            state = attend(state, q_pieces, first, entry, begin, low, call, own, True, CAUSAL)
-        acc, weights, row_sum, row_max, count, starts = state
+        if call.units is not None:
+            zero_rows_past_end(v, count, n, seq)
+        state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count, starts)
+        if CAUSAL or call.window is not None:  # otherwise the first step alone has a mask
+            state = attend(state, q_pieces, queries, queries.full, queries.end, kernel, own, True, config)
+        state = attend(state, q_pieces, queries, queries.low, queries.full, kernel, own, False, config)
+        if call.window is not None:
+            state = attend(state, q_pieces, queries, queries.begin, queries.low, kernel, own, True, config)
         if OWN_BUFFERS:
-            mbarrier.arrive(scheduler.empty.index(q_slot))
-        slot = wait_full(v.full, count)
-        factor = unpack_as_operand(weights, v.tiles.dtype, OUT_LAYOUT)
-        acc = warpgroup_mma(factor, matrix(v.tiles, slot), acc, is_async=True)
+            mbarrier.arrive(scheduler.empty.index(work.slot))
+        row_sum, row_max = state.row_sum, state.row_max
+        slot = wait_full(v.full, state.tile)
+        factor = unpack_as_operand(state.weights, v.tiles.dtype, OUT_LAYOUT)
+        acc = warpgroup_mma(factor, matrix(v.tiles, slot), state.acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v.empty.index(slot))
-        count += 1
+        count = state.tile + 1
+        starts = state.starts
 
-        if options.base is not None:
-            row_max = gl.where(row_sum == 0.0, float("-inf"), options.base)
-        if options.sink is not None:
+        if call.base is not None:
+            row_max = gl.where(row_sum == 0.0, float("-inf"), call.base)
+        if call.sink is not None:
             row_sum, row_max, rescale = with_sink(row_sum, row_max, sink)
         some = gl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
         inverse = 1.0 / some
-        if options.sink is not None:
+        if call.sink is not None:
             inverse = inverse * rescale
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
@@ -215,27 +221,27 @@ def compute_tiles(own: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr, 
         OUT_SLOT: gl.constexpr = (
             own if OWN_BUFFERS else (own * q_tiles.shape[0] // GROUPS * q_tiles.shape[4] + E - 1) // E
         )
-        end_row = work.tokens
-        if options.units is not None:
-            m -= entry.query_shift
-            end_row = entry.tokens - entry.query_shift
-            store_tile_or_rows(out, acc, OUT_SLOT, split, batch, head, m, end_row, OUT_LAYOUT)
+        tokens = call.lengths.tokens
+        end_row = tokens
+        if call.units is not None:
+            m -= seq.query_shift
+            end_row = seq.tokens - seq.query_shift
+            store_tile_or_rows(kernel.out, acc, OUT_SLOT, place.split, batch, head, m, end_row, OUT_LAYOUT)
         else:
-            store_tile(out, acc, OUT_SLOT, split, batch, head, m, end_row, SPLIT, OUT_LAYOUT)
+            store_tile(kernel.out, acc, OUT_SLOT, place.split, batch, head, m, end_row, OUT_LAYOUT)
         if not OWN_BUFFERS:
             tma.store_wait(0)
-            mbarrier.arrive(scheduler.empty.index(q_slot))
+            mbarrier.arrive(scheduler.empty.index(work.slot))
 
         local = gl.arange(0, ROWS, ROW_LAYOUT)
         mask = m + local < end_row
-        offsets = row.to(gl.int64) * work.tokens + m + local
-        size = work.rows.to(gl.int64) * work.tokens
-        gl.store(statistics + split * 2 * size + offsets, row_max, mask=mask)
-        gl.store(statistics + (split * 2 + 1) * size + offsets, row_sum, mask=mask)
-        if not SPLIT:
-            gl.store(lse + offsets, (row_max + gl.log2(some)) * LN_2, mask=mask)
-        done += 1
-        tile, q_slot = received(scheduler, done)
+        offsets = place.row.to(gl.int64) * tokens + m + local
+        size = schedule.rows.to(gl.int64) * tokens
+        gl.store(kernel.statistics + place.split * 2 * size + offsets, row_max, mask=mask)
+        gl.store(kernel.statistics + (place.split * 2 + 1) * size + offsets, row_sum, mask=mask)
+        if not config.SPLIT:
+            gl.store(kernel.lse + offsets, (row_max + gl.log2(some)) * LN_2, mask=mask)
+        work = receive(scheduler, work.number + 1)
     tma.store_wait(0)
 
 
@@ -257,54 +263,36 @@ def are_counted(tiles, programs):
     return tiles > MOST_FIXED_TILES * programs
 
 
-class QueryCopies(NamedTuple):
-    """Tensors that the copying warp of a kernel that owns tiles of queries copies, and buffers."""
-
-    scheduler: Scheduler
-    own_descs: gl.tuple  # of the queries, and what comes with them
-    own_tiles: gl.tuple
-    k_desc: gl.tensor
-    v_desc: gl.tensor
-    k: Ring
-    v: Ring
-    work: Work
-    options: Options
-
-
 @gluon.jit
-def copy_for_queries(
-    GROUPS: gl.constexpr, CAUSAL: gl.constexpr, COUNTED: gl.constexpr, TERMS: gl.constexpr, copies
-):
+def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of queries and has a KV loop.
 
     Its tiles are ``COUNTED``, or loops are even and `are_counted` says whether they are.
     """
-    scheduler, own_descs, own_tiles, k_desc = copies.scheduler, copies.own_descs, copies.own_tiles, copies.k_desc
-    v_desc, k, v, work = copies.v_desc, copies.k, copies.v, copies.work
-    options = copies.options
+    scheduler, k, v = kernel.scheduler, kernel.k, kernel.v
+    call, schedule = kernel.call, kernel.call.schedule
+    TERMS: gl.constexpr = config.TERMS
+    CAUSAL: gl.constexpr = config.CAUSAL
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
-    batch_size = work.rows // work.heads
-    tiles = tiles_of(work)
+    batch_size = schedule.rows // schedule.heads
+    tiles = tiles_of(schedule)
     tile = gl.program_id(0)
     count = 0
     done = 0
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        block, row, split = tile_place(tile, work, CAUSAL)
-        batch, head = row // work.heads, row % work.heads
-        entry = entry_of(work, batch, block * BLOCK_M, options)
-        begin, _, _, end = key_steps(block, split, entry, options, CAUSAL, BLOCK_M, BLOCK_N)
+        place = tile_place(tile, schedule, CAUSAL)
+        batch, head = place.row // schedule.heads, place.row % schedule.heads
+        queries = own_queries(place, 0, kernel, config)
         query_shift, key_shift = 0, 0
-        if options.units is not None:
-            query_shift, key_shift = entry.query_shift, entry.key_shift
-        m = block * BLOCK_M - query_shift
-        copy_own(own_descs, own_tiles, batch, head, m, scheduler.full, slot, GROUPS, batch_size, TERMS)
-        for i in range(end - begin):
-            n = first_key(tile_of_step(i, begin, end, options), entry, options, BLOCK_N)
+        if call.units is not None:
+            query_shift, key_shift = queries.seq.query_shift, queries.seq.key_shift
+        copy_own(kernel, batch, head, queries.m - query_shift, slot, batch_size, config)
+        for i in range(queries.end - queries.begin):
+            n = first_key(tile_of_step(i, queries, call), queries.seq, call, BLOCK_N)
             n -= key_shift
-            copy_tile(k_desc, batch, head // work.group, n, k, count, batch_size, TERMS)
-            copy_tile(v_desc, batch, head // work.group, n, v, count, batch_size, TERMS)
+            copy_tile(kernel.k_desc, batch, head // schedule.group, n, k, count, batch_size, TERMS)
+            copy_tile(kernel.v_desc, batch, head // schedule.group, n, v, count, batch_size, TERMS)
             count += 1
         done += 1
         if COUNTED:
@@ -319,9 +307,8 @@ def copy_for_queries(
 @gluon.jit
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, units, shifts, out_rows, sink,
-    work: Work, window: Window, scale: gl.float32, out_strides: SplitStrides,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, SOFTCAP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scale: gl.float32, out_strides: SplitStrides,
+    config: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
@@ -332,6 +319,12 @@ def hopper_forward_kernel(
     alone. Writes what `triton.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and
     otherwise a descriptor.
     """
+    SPLIT: gl.constexpr = config.SPLIT
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    PIECES: gl.constexpr = config.PIECES
+    SOFTCAP: gl.constexpr = config.SOFTCAP
+    CAUSAL: gl.constexpr = config.CAUSAL
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -343,31 +336,35 @@ def hopper_forward_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS * PIECES, 1, 1, ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    if SPLIT:
-        out_tiles = q_tiles  # not used: parts go from registers to memory
-    elif PIECES * D > NARROW_HEAD:
-        out_tiles = tma.tiles_in(q_tiles, E, out.layout)
-    else:
-        out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
+    out_tiles = None
+    if not SPLIT:
+        if PIECES * D > NARROW_HEAD:
+            out_tiles = tma.tiles_in(q_tiles, E, out.layout)
+        else:
+            out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, E], out.layout)
     scheduler = new_scheduler(counter, Q_STAGES, GROUPS)
     k, v = new_ring(k_tiles, STAGES, GROUPS), new_ring(v_tiles, STAGES, GROUPS)
     go = barriers(GROUPS)
     init_each(go)
     fence_async_shared()
-    options = Options(window, seqused_k, sink, SOFTCAP, exponent_base(SOFTCAP, dtype), units, shifts)
     UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None, units is not None)
-    copies = QueryCopies(scheduler, (q_desc,), (q_tiles,), k_desc, v_desc, k, v, work, options)
+    call = AttentionCall(
+        lengths, schedule, right, scale, None, window, seqused_k, sink, SOFTCAP,
+        exponent_base(SOFTCAP, dtype), units, shifts,
+    )  # fmt: skip
     result = Result(out, out_tiles, out_strides, out_rows)
-    call = Forward(scheduler, q_tiles, k, v, go, result, lse, statistics, work, scale, options)
+    kernel = QueryKernel(
+        scheduler, q_tiles, None, k, v, go, None, result, lse, statistics, None, None, None,
+        (q_desc,), (q_tiles,), k_desc, v_desc, call,
+    )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
-             (copy_for_queries, (GROUPS, CAUSAL, UNEVEN, 1, copies))],
+            [(compute_tiles, (0, config, kernel)), (compute_tiles, (1, config, kernel)), (copy_for_queries, (UNEVEN, config, kernel))],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute_tiles, (0, CAUSAL, SPLIT, call)), (compute_tiles, (1, CAUSAL, SPLIT, call)),
-             (compute_tiles, (2, CAUSAL, SPLIT, call)), (copy_for_queries, (GROUPS, CAUSAL, UNEVEN, 1, copies))],
+            [(compute_tiles, (0, config, kernel)), (compute_tiles, (1, config, kernel)), (compute_tiles, (2, config, kernel)),
+             (copy_for_queries, (UNEVEN, config, kernel))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

@@ -30,7 +30,7 @@ from warploom.ops.flash_attention.hopper.config import (
 )
 from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forward_kernel, loops_are_even
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
-from warploom.ops.flash_attention.hopper.work import UNIT, Window, Work
+from warploom.ops.flash_attention.hopper.work import UNIT, Config, Scales, Schedule, SeqLens, Window
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
@@ -86,6 +86,11 @@ _LOOPED = {
     "backward": ("q_desc", "do_desc"),
 }
 """Tensors that a loop goes over; a group of warps owns rows of the others."""
+_KERNELS: dict[str, Any] = {
+    "forward": hopper_forward_kernel,
+    "key": hopper_key_kernel,
+    "query": hopper_query_kernel,
+}
 _LAST = {
     "forward": ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
     "key": ("lse", "delta", "counters", "seqused_k", "units"),
@@ -217,7 +222,7 @@ def _best_splits(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, pr
     return best_splits(steps, rows, programs, elements, COSTS[name])
 
 
-def _work(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, splits: int, itemsize: int) -> Work:
+def _schedule(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, splits: int, itemsize: int) -> Schedule:
     blocks, rows = _blocks(name, shape, mask, tiles.groups * _ROWS)
     # Heads are taken in sections: see `triton.tiles.program_order`.
     length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
@@ -225,8 +230,7 @@ def _work(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, splits: i
     if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
     section = max(L2_SHARE // head_bytes, 1) * (shape.group if name in ("forward", "query") else 1)
-    right = bounds(shape, mask)[1]
-    return Work(shape.tokens, shape.keys, shape.heads, shape.group, rows, blocks, min(section, rows), splits, right)
+    return Schedule(shape.heads, shape.group, rows, blocks, min(section, rows), splits)
 
 
 def _boxes(
@@ -242,41 +246,14 @@ def _boxes(
     }
 
 
-def _kernel(
-    name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, scale: float
-) -> tuple[Any, dict[str, Any]]:
-    """Returns a kernel, and the arguments that not all of them have."""
-    pieces = {"PIECES": 3 if _in_pieces(name, shape) else 1}
-    if name == "forward":
-        return hopper_forward_kernel, {"GROUPS": tiles.groups, **pieces}
-    if name == "key" and _width(shape) > _NARROW:  # a group's registers hold one gradient of such rows
-        own = {"grad_scale": scale, "inverse": None, "TERMS": 1, **pieces}
-        return hopper_shared_key_kernel, own
-    own = {"grad_scale": scale, "GROUPS": tiles.groups}
-    if name == "backward":
-        # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
-        shown = mask.right is None or bounds(shape, mask)[1] > 0
-        ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
-        parts = HOPPER_PARTS[_width(shape)]
-        return hopper_backward_kernel, {**own, "PARTS": parts, "ENDS": ends}
-    if name == "key":
-        return hopper_key_kernel, own
-    return hopper_query_kernel, {**own, **pieces}
-
-
-def _strides_of(results: dict[str, Tensor], splits: int, unit: int | None, packed: bool) -> dict[str, Any]:
-    """Returns whether results are parts or in pieces, and strides of these, or of packed ones.
-
-    ``unit``: elements in which strides of results in pieces are counted.
-    """
-    stored = splits > 1 or unit is not None
+def _strides_of(results: dict[str, Tensor], splits: int, unit: int = 1) -> dict[str, Any]:
+    """Returns strides of results, or of their parts, in ``unit`` elements."""
     strides = {}
     for name, x in results.items():
         part = x.numel() if splits > 1 else 0
-        b, n, h = (stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()))
-        lengths = (each // (unit or 1) for each in (part, b, n, h))
-        strides[f"{name}_strides"] = SplitStrides(*((*lengths, x.shape[3]) if stored or packed else (0,) * 5))
-    return {"SPLIT": stored, **strides}
+        b, n, h, _ = (stride // unit for stride in strides_of(x))
+        strides[f"{name}_strides"] = SplitStrides(part // unit, b, n, h, x.shape[3])
+    return strides
 
 
 def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
@@ -289,28 +266,34 @@ def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
     return tiles > programs
 
 
-def _planned(name: str, call: Call, splits: int, described: tuple[Tensor, ...], **arguments: Any) -> Plan:
-    """Returns the launch of a kernel with descriptors of these tensors, and with these arguments of its own."""
-    shape, mask, scale, softcap = call.shape, call.mask, call.scale, call.softcap
-    tiles = _tiles(name, shape, mask)
-    function, own = _kernel(name, shape, mask, tiles, scale)
-    work = _work(name, shape, mask, tiles, splits, call.dtype.itemsize)
-    count = work.blocks * work.rows * splits
+def _planned(
+    kernel: Any, name: str, call: Call, tiles: HopperTiles, splits: int, config: dict[str, Any], **arguments: Any
+) -> Plan:
+    """Returns the launch of a kernel with such tiles, with these compile-time choices and arguments of its own."""
+    shape, mask, softcap, terms = call.shape, call.mask, call.softcap, config.get("TERMS", 1)
+    itemsize = call.dtype.itemsize if terms == 1 else 2 * terms
+    schedule = _schedule(name, shape, mask, tiles, splits, itemsize)
+    count = schedule.blocks * schedule.rows * splits
     programs = min(programs_at_once(call.device), count)
-    widths = (_NARROW, 64) if _in_pieces(name, shape) else (_width(shape),)
+    scale = in_powers_of_two(call.scale) if softcap is None else call.scale / softcap
+    scales = {"scale": scale} if name == "forward" else {"scales": Scales(scale, call.scale)}
+    last = ("lse", "delta", "inverse", "counters") if terms > 1 else _LAST[name]
     launch = Launch(
-        function,
+        kernel,
         programs,
-        takes=(*DESCRIBED[name], *_LAST[name]),
+        takes=(*DESCRIBED[name], *last),
         pdl=name != "forward",
-        work=work,
-        window=None if mask.left is None else Window(bounds(shape, mask)[0]),
-        scale=scale * LOG2_E if softcap is None else scale / softcap,
-        CAUSAL=mask.right is not None,
-        SOFTCAP=None if softcap is None else softcap * LOG2_E,
-        STAGES=tiles.stages,
-        **_boxes(name, described, tiles, *widths),
-        **own,
+        lengths=SeqLens(shape.tokens, shape.keys),
+        schedule=schedule,
+        right=bounds(shape, mask)[1],
+        config=Config(
+            CAUSAL=mask.right is not None,
+            STAGES=tiles.stages,
+            GROUPS=tiles.groups,
+            SOFTCAP=None if softcap is None else softcap * LOG2_E,
+            **config,
+        ),
+        **scales,
         **arguments,
     )
     return Plan(launch, splits, _counted(name, mask, count, programs))
@@ -324,13 +307,26 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
     order. Behind them come lse and statistics, or lse and δ, then counters, lengths of entries, units of packed
     sequences, and in the forward shifts of these, the packed result again, and the sink.
     """
-    splits = splits_of(name, call.shape, call.mask, call.device)
+    shape, mask = call.shape, call.mask
+    tiles = _tiles(name, shape, mask)
+    splits = splits_of(name, shape, mask, call.device)
     inputs = _INPUTS[name]
     results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
-    unit = STRIDE_UNIT.value if name != "forward" and _in_pieces(name, call.shape) else None
-    described = tensors if splits == 1 and unit is None else tensors[:inputs]
-    strides = _strides_of(results, splits, unit, packed=call.mask.shifts is not None)
-    return _planned(name, call, splits, described, **strides)
+    pieces = _in_pieces(name, shape)
+    by_address = splits > 1 or (pieces and name != "forward")
+    widths = (_NARROW, 64) if pieces else (_width(shape),)
+    arguments = _boxes(name, tensors[:inputs] if by_address else tensors, tiles, *widths)
+    if by_address or mask.shifts is not None:
+        unit = STRIDE_UNIT.value if pieces and name != "forward" else 1
+        arguments |= _strides_of(results, splits, unit)
+    else:
+        arguments |= {f"{each}_strides": SplitStrides(0, 0, 0, 0, 0) for each in results}
+    kernel = _KERNELS[name]
+    if name == "key" and _width(shape) > _NARROW:  # a group's registers hold one gradient of such rows
+        kernel = hopper_shared_key_kernel
+        arguments["inverse"] = None
+    config = {"SPLIT": by_address, "PIECES": 3 if pieces else 1}
+    return _planned(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
 
 
 def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
@@ -339,7 +335,19 @@ def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
     ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
     them come lse, δ, counters, how many tiles were added, and lengths of entries.
     """
-    return _planned("backward", call, 1, tensors, added=TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS)))
+    shape, mask = call.shape, call.mask
+    tiles = _tiles("backward", shape, mask)
+    # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
+    shown = mask.right is None or bounds(shape, mask)[1] > 0
+    ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
+    config = {"ORDERED": True, "PARTS": HOPPER_PARTS[_width(shape)], "ENDS": ends}
+    boxes = _boxes("backward", tensors, tiles, _width(shape))
+    boxes["added"] = TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
+    return _planned(hopper_backward_kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
+
+
+def _window(call: Call) -> Window | None:
+    return None if call.mask.left is None else Window(bounds(call.shape, call.mask)[0])
 
 
 _MOST_STRIDE = 2**31  # strides and places of rows in results travel in 32 bits
@@ -377,32 +385,13 @@ def plan_terms(name: str, call: Call, factors: tuple[Tensor, ...], terms: int, r
     """
     shape, mask = call.shape, call.mask
     tiles = HOPPER_TERMS[terms][shape.block_d]
-    programs = programs_at_once(call.device)
     steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
-    rows = _blocks(name, shape, mask, _ROWS)[1]
-    splits = _splits_of_terms(steps, tiles.box, rows, programs, sum(x.numel() for x in results.values()))
-    work = _work(name, shape, mask, tiles, splits, 2 * terms)
-    own: dict[str, Any] = {
-        f"{each}_strides": SplitStrides(x.numel() if splits > 1 else 0, *strides_of(x)[:3], x.shape[3])
-        for each, x in results.items()
-    }
-    function: Any = hopper_shared_query_kernel
+    rows, elements = _blocks(name, shape, mask, _ROWS)[1], sum(x.numel() for x in results.values())
+    splits = _splits_of_terms(steps, tiles.box, rows, programs_at_once(call.device), elements)
+    arguments = _boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d)
+    arguments |= _strides_of(results, splits)
+    kernel: Any = hopper_shared_query_kernel
     if name == "key":
-        function = hopper_shared_key_kernel
-        own |= {"SPLIT": True, "SOFTCAP": None, "window": None, "seqused_k": None, "units": None, "PIECES": 1}
-    count = work.blocks * rows * splits
-    launch = Launch(
-        function,
-        min(programs, count),
-        takes=(*DESCRIBED[name], "lse", "delta", "inverse", "counters"),
-        pdl=True,
-        work=work,
-        scale=in_powers_of_two(call.scale),
-        grad_scale=call.scale,
-        CAUSAL=mask.right is not None,
-        TERMS=terms,
-        STAGES=tiles.stages,
-        **_boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d),
-        **own,
-    )
-    return Plan(launch, splits, programs < count)
+        kernel = hopper_shared_key_kernel
+        arguments |= {"window": None, "seqused_k": None, "units": None}
+    return _planned(kernel, name, call, tiles, splits, {"SPLIT": True, "TERMS": terms}, **arguments)

@@ -6,24 +6,14 @@ adds its own, and counts it. `backward_fused.hopper_backward_kernel` says why th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from warploom.device.hopper import tma
-from warploom.ops.flash_attention.hopper.masks import query_steps
+from warploom.ops.flash_attention.hopper.masks import own_keys
 from warploom.ops.flash_attention.hopper.tiles import ROWS
-from warploom.ops.flash_attention.hopper.work import (
-    Options,
-    Scheduler,
-    Work,
-    entry_of,
-    received,
-    tile_place,
-    tiles_of,
-)
+from warploom.ops.flash_attention.hopper.work import receive, tile_place, tiles_of, whole_loop
 
 
 @gluon.jit
@@ -64,27 +54,15 @@ def query_in_order(i, end, group):
 
 
 @gluon.jit
-def tiles_before(block, m, work, options, BLOCK_N: gl.constexpr):
+def tiles_before(block, m, seq, call, config: gl.constexpr):
     """Returns how many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
+    BLOCK_N: gl.constexpr = config.GROUPS * ROWS
     first = block * 0
-    if options.window is not None:
-        first = gl.maximum(m + work.keys - work.tokens - options.window.left, 0) // BLOCK_N
-    if options.units is not None:
-        first = gl.maximum(first, work.first_key // BLOCK_N)
+    if call.window is not None:
+        first = gl.maximum(m + seq.keys - seq.tokens - call.window.left, 0) // BLOCK_N
+    if call.units is not None:
+        first = gl.maximum(first, seq.first_key // BLOCK_N)
     return block - first
-
-
-class Additions(NamedTuple):
-    """Tensors of a warp that adds up gradients of queries."""
-
-    scheduler: Scheduler
-    parts: gl.shared_memory_descriptor  # as in `Exchange`
-    full: gl.shared_memory_descriptor  # the `Exchange`'s ``part_full``
-    empty: gl.shared_memory_descriptor  # the `Exchange`'s ``part_empty``
-    added: gl.tensor  # a descriptor of (B, H, N, D) float32, with boxes of (1, 1, 64, 64)
-    tiles_added: gl.tensor  # (GROUPS, B, H, N) int32: at a tile's first query, how many tiles of keys are added
-    work: Work
-    options: Options
 
 
 @gluon.jit
@@ -97,46 +75,43 @@ def add_part(desc, batch, head, row, feature, tile, before):
 
 
 @gluon.jit
-def add_query_gradients(own: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, call):
+def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
     """Run the warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
     Only this warp waits for other programs. Its group waits for it where no buffer is free for the next part. Tiles of keys
     are added in their order. The first is stored and not added: memory may hold anything.
     """
-    scheduler, parts, full, empty = call.scheduler, call.parts, call.full, call.empty
-    added, tiles_added, work, options = call.added, call.tiles_added, call.work, call.options
-    STAGES: gl.constexpr = full.shape[0] // GROUPS
-    BLOCK_N: gl.constexpr = GROUPS * ROWS
-    key_heads = work.heads // work.group
-    batch_size = work.rows // key_heads
-    tiles = tiles_of(work)
+    scheduler, exchange, call, schedule = kernel.scheduler, kernel.exchange, kernel.call, kernel.call.schedule
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.PARTS
+    BLOCK_M: gl.constexpr = kernel.q.tiles.shape[3]
+    key_heads = schedule.heads // schedule.group
+    batch_size = schedule.rows // key_heads
+    tiles = tiles_of(schedule)
     count = 0
-    done = 0
-    tile, slot = received(scheduler, done, 1)
-    while tile < tiles:
-        mbarrier.arrive(scheduler.empty.index(slot))
-        block, row, _ = tile_place(tile, work, False)
-        batch, key_head = row // key_heads, row % key_heads
-        entry = entry_of(work, batch, block * BLOCK_N, options)
-        begin, _, _, end = query_steps(block, 0, entry, options, CAUSAL, BLOCK_N, BLOCK_M)
-        for i in range(work.group * (end - begin)):
-            m, member = query_in_order(i, end, work.group)
+    work = receive(scheduler, gl.to_tensor(0), 1)
+    while work.tile < tiles:
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        place = whole_loop(tile_place(work.tile, schedule, False))
+        batch, key_head = place.row // key_heads, place.row % key_heads
+        keys = own_keys(place, key_heads, 0, kernel, config)
+        for i in range(schedule.group * (keys.end - keys.begin)):
+            m, member = query_in_order(i, keys.end, schedule.group)
             m = m * BLOCK_M
-            head = key_head * work.group + member
-            before = tiles_before(block, m, entry, options, BLOCK_N)
-            row_of_count = (own * batch_size + batch) * work.heads + head
-            counter = tiles_added + row_of_count.to(gl.int64) * work.tokens + m
+            head = key_head * schedule.group + member
+            before = tiles_before(place.block, m, keys.seq, call, config)
+            row_of_count = (own * batch_size + batch) * schedule.heads + head
+            counter = kernel.tiles_added + row_of_count.to(gl.int64) * call.lengths.tokens + m
             stage = count % STAGES * GROUPS + own
-            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            mbarrier.wait(exchange.part_full.index(stage), count // STAGES & 1)
             wait_until_added(counter, before)
             if BLOCK_M > ROWS:
-                add_part(added, batch, head, m + own * ROWS, 0, parts.index(stage), before)
+                add_part(kernel.added, batch, head, m + own * ROWS, 0, exchange.parts.index(stage), before)
             else:
-                add_part(added, batch, head, m, own * ROWS, parts.index(stage), before)
+                add_part(kernel.added, batch, head, m, own * ROWS, exchange.parts.index(stage), before)
             tma.store_wait(0)
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(exchange.part_empty.index(stage))
             tma.stored()
             count_added(counter)
             count += 1
-        done += 1
-        tile, slot = received(scheduler, done, 1)
+        work = receive(scheduler, work.number + 1, 1)

@@ -30,32 +30,32 @@ def exponent_base(softcap, dtype):
 
 
 @gluon.jit
-def softmax_step(logits, row_sum, row_max, first, n, work, options, scale, MASKED: gl.constexpr,
-                 CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def softmax_step(
+    logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
+):
     """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
 
-    ``first`` is the position of the first query, where it stands among the keys. With a base, nothing is rescaled.
-    Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same.
+    With a base, nothing is rescaled. Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1
+    where it stays the same.
     """
-    if MASKED and options.units is not None and options.softcap is not None:
+    BLOCK_N: gl.constexpr = logits.shape[1]
+    scale = call.scale
+    if MASKED and call.units is not None and call.softcap is not None:
         # How a cap is computed depends on all logits, of which those of other sequences are none.
-        mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-        logits = gl.where(mask, logits, 0.0)
-    if options.base is not None:
-        weights = capped(logits, scale, options.softcap, options.base, True)
+        logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, 0.0)
+    if call.base is not None:
+        weights = capped(logits, scale, call.softcap, call.base, True)
         if MASKED:
-            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-            weights = gl.where(mask, weights, 0.0)
+            weights = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), weights, 0.0)
         new_max = row_max
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)
     else:
-        if options.softcap is not None:
-            logits = capped(logits, scale, options.softcap, 0.0, False)
+        if call.softcap is not None:
+            logits = capped(logits, scale, call.softcap, 0.0, False)
             scale = 1.0
         if MASKED:
-            mask = visible(n, first, work, options, logits.shape[1], CAUSAL, LAYOUT)
-            logits = gl.where(mask, logits, float("-inf"))
+            logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(logits, 1) * scale)
         base = new_max
         if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN

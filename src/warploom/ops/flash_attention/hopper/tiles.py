@@ -56,14 +56,17 @@ class Result(NamedTuple):
     """Where a result goes: through buffers and a descriptor, or from registers to its part."""
 
     out: gl.tensor  # a descriptor, or the address of the parts
-    tiles: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor | None  # buffers, unless it goes from registers
     strides: SplitStrides | None
     rows: gl.tensor | None = None  # the address, besides a descriptor, where some tiles are stored by rows
 
 
 @gluon.jit
-def copy_own(descs, tiles, batch, head, row, full, slot, GROUPS: gl.constexpr, batch_size, TERMS: gl.constexpr):
+def copy_own(kernel, batch, head, row, slot, batch_size, config: gl.constexpr):
     """Copy 64 rows of each tensor for each group into buffer number ``slot``."""
+    descs, tiles, full = kernel.own_descs, kernel.own_tiles, kernel.scheduler.full
+    GROUPS: gl.constexpr = config.GROUPS
+    TERMS: gl.constexpr = config.TERMS
     mbarrier.expect(full.index(slot), bytes_of_slot(descs, tiles, full))
     for group in gl.static_range(GROUPS):
         for i in gl.static_range(len(descs)):
@@ -184,9 +187,9 @@ def store_part(result, tile, split, batch, head, row, rows, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot``."""
-    if SPLIT:
+def store_tile(result, tile, slot, split, batch, head, row, rows, LAYOUT: gl.constexpr):
+    """Start to write rows ``row …`` of a result: to its part, or rounded, by way of buffer number ``slot`` if it has any."""
+    if result.tiles is None:
         store_part(result, tile, split, batch, head, row, rows, LAYOUT)
     else:
         matrix(result.tiles, slot).store(tile.to(result.tiles.dtype))
@@ -198,9 +201,9 @@ def store_tile(result, tile, slot, split, batch, head, row, rows, SPLIT: gl.cons
 def store_tile_or_rows(result, tile, slot, split, batch, head, row, rows, LAYOUT: gl.constexpr):
     """Store rows ``row …`` of a result, behind whose ``rows`` there are others: the last tile from registers."""
     if row + ROWS <= rows:
-        store_tile(result, tile, slot, split, batch, head, row, rows, False, LAYOUT)
+        store_tile(result, tile, slot, split, batch, head, row, rows, LAYOUT)
     else:
-        by_rows = Result(result.rows, result.tiles, result.strides)
+        by_rows = Result(result.rows, None, result.strides)
         store_part(by_rows, tile, split, batch, head, row, rows, LAYOUT)
 
 

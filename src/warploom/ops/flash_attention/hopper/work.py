@@ -14,25 +14,44 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from warploom.device.hopper.pipeline import barriers, init_ring, wait_empty, wait_full
 
 UNIT = gl.constexpr(128)
-"""Rows of a unit of packed sequences: see `Entry`."""
+"""Rows of a unit of packed sequences: see `PackedSeq`."""
 
 
-class Work(NamedTuple):
-    """Sizes of a persistent kernel's work, and how it is cut into tiles."""
+class Config(NamedTuple):
+    """Compile-time choices of a kernel."""
 
-    tokens: gl.int32  # queries of a batch entry: rows of the tensors
-    keys: gl.int32
+    CAUSAL: gl.constexpr
+    STAGES: gl.constexpr  # tiles in flight of those that a loop goes over
+    GROUPS: gl.constexpr = 1  # of warps, which own 64 rows of a tile of work each
+    SOFTCAP: gl.constexpr = None  # in powers of two; the scale comes divided by the cap
+    SPLIT: gl.constexpr = False  # results are float32 parts, or in pieces: they go to addresses from registers
+    PIECES: gl.constexpr = 1  # in which rows of queries and keys are copied
+    TERMS: gl.constexpr = 1  # of a float32 factor
+    ORDERED: gl.constexpr = False  # tiles of keys are taken, and add to gradients of queries, in their order
+    PARTS: gl.constexpr = 1  # buffers of a group's part of these gradients
+    ENDS: gl.constexpr = False  # see `backward_fused.compute_all`
+
+
+class Schedule(NamedTuple):
+    """Heads, and the tiles of work into which a persistent kernel cuts them."""
+
     heads: gl.int32
     group: gl.int32  # query heads to a key head
     rows: gl.int32  # batch entries times heads: of queries, or of keys where a group of warps owns keys
     blocks: gl.int32  # tiles of a row
     section: gl.int32  # rows whose keys and values fit in the L2 cache together
     splits: gl.int32  # of the loop over keys, or over queries, of each tile
-    right: gl.int32  # a causal query sees so many keys behind its own place
 
 
-class Entry(NamedTuple):
-    """The `Work` of a packed sequence, whose rows lie among those of the others.
+class SeqLens(NamedTuple):
+    """Numbers of rows of a batch entry."""
+
+    tokens: gl.int32  # queries
+    keys: gl.int32
+
+
+class PackedSeq(NamedTuple):
+    """A packed sequence, whose rows lie among those of the others.
 
     Rows have numbers as if they were spread: every sequence begins at a unit of `UNIT` rows, a multiple of all tiles, and
     the first of a sequence is not 0. Where tensors are spread, these are their places, and behind the last row of a
@@ -42,75 +61,91 @@ class Entry(NamedTuple):
 
     tokens: gl.int32  # where queries end
     keys: gl.int32  # where keys end
-    heads: gl.int32
-    group: gl.int32
-    rows: gl.int32
-    blocks: gl.int32
-    section: gl.int32
-    splits: gl.int32
-    right: gl.int32
     first_query: gl.int32
     first_key: gl.int32
     query_shift: gl.int32  # 0 where tensors are spread
     key_shift: gl.int32  # 0 where tensors are spread
 
 
+class Scales(NamedTuple):
+    """Factors of a backward."""
+
+    logits: gl.float32  # in powers of two
+    gradients: gl.float32  # of queries and keys
+
+
 class Window(NamedTuple):
-    """Which keys a query sees, besides what `Work` says."""
+    """Keys that a query sees before its own place, where these are not all."""
 
-    left: gl.int32  # so many before its own place
+    left: gl.int32
 
 
-class Options(NamedTuple):
-    """Options of a call besides full or causal attention of all keys; None where it has them not."""
+class AttentionCall(NamedTuple):
+    """Numbers and options of a call; None where it has them not."""
 
+    lengths: SeqLens  # of the tensors
+    schedule: Schedule
+    right: gl.int32  # a causal query sees so many keys behind its own place
+    scale: gl.float32  # of the logits, in powers of two
+    grad_scale: gl.float32 | None  # of gradients of queries and keys
     window: Window | None = None
     seqused_k: gl.tensor | None = None  # (B,): how many keys each batch entry has
     sink: gl.tensor | None = None  # (H,): one more logit of every row, without a value
-    softcap: gl.float32 | None = None  # in powers of two; the scale comes divided by the cap
+    softcap: gl.float32 | None = None  # as in `Config`
     base: gl.float32 | None = None  # of exponents, instead of a row's largest logit: see `exponent_base`
     units: gl.tensor | None = None  # (units, 4) of packed sequences: where queries, and keys, begin and end
-    shifts: gl.tensor | None = None  # (units, 2): those of an `Entry`, where tensors are packed
+    shifts: gl.tensor | None = None  # (units, 2): those of a `PackedSeq`, where tensors are packed
+
+
+class TilePlace(NamedTuple):
+    """The part of a problem that a tile of work is."""
+
+    block: gl.int32
+    row: gl.int32
+    split: gl.int32
 
 
 @gluon.jit
-def tiles_of(work):
+def tiles_of(schedule):
     """Returns how many tiles of work there are."""
-    return work.blocks * work.rows * work.splits
+    return schedule.blocks * schedule.rows * schedule.splits
 
 
 @gluon.jit
-def tile_place(tile, work, CAUSAL: gl.constexpr):
-    """Returns block, row and split of a tile, in the order of `triton.tiles.program_order`."""
-    place = tile % (work.section * work.blocks * work.splits)
-    first = tile // (work.section * work.blocks * work.splits) * work.section
-    width = gl.minimum(work.section, work.rows - first)
-    block = place // width // work.splits
-    split = place // width % work.splits
-    if CAUSAL:  # the last queries see the most keys
-        block = work.blocks - 1 - block
-    return block, first + place % width, split
+def tile_place(tile, schedule, BACKWARDS: gl.constexpr):
+    """Returns the place of a tile, in the order of `triton.tiles.program_order`, or with the last block of a row first."""
+    place = tile % (schedule.section * schedule.blocks * schedule.splits)
+    first = tile // (schedule.section * schedule.blocks * schedule.splits) * schedule.section
+    width = gl.minimum(schedule.section, schedule.rows - first)
+    block = place // width // schedule.splits
+    split = place // width % schedule.splits
+    if BACKWARDS:
+        block = schedule.blocks - 1 - block
+    return TilePlace(block, first + place % width, split)
 
 
 @gluon.jit
-def entry_of(work, batch, row, options):
-    """Returns the work of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
-    if options.seqused_k is not None:
-        keys = gl.minimum(gl.maximum(gl.load(options.seqused_k + batch).to(gl.int32), 0), work.keys)
-        work = Work(
-            work.tokens, keys, work.heads, work.group, work.rows, work.blocks, work.section, work.splits, work.right
-        )
-    if options.units is not None:
-        unit = options.units + row // UNIT * 4
+def whole_loop(place):
+    """Returns the place of a tile where no loop is split."""
+    return TilePlace(place.block, place.row, 0)
+
+
+@gluon.jit
+def sequence_of(batch, row, call):
+    """Returns the rows of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
+    seq = call.lengths
+    if call.seqused_k is not None:
+        keys = gl.minimum(gl.maximum(gl.load(call.seqused_k + batch).to(gl.int32), 0), seq.keys)
+        seq = SeqLens(seq.tokens, keys)
+    if call.units is not None:
+        unit = call.units + row // UNIT * 4
         query_shift, key_shift = 0, 0
-        if options.shifts is not None:
-            shift = options.shifts + row // UNIT * 2
+        if call.shifts is not None:
+            shift = call.shifts + row // UNIT * 2
             query_shift, key_shift = gl.load(shift), gl.load(shift + 1)
-        work = Entry(
-            gl.load(unit + 1), gl.load(unit + 3), work.heads, work.group, work.rows, work.blocks, work.section,
-            work.splits, work.right, gl.load(unit), gl.load(unit + 2), query_shift, key_shift,
-        )  # fmt: skip
-    return work
+        ends = gl.load(unit + 1), gl.load(unit + 3)
+        seq = PackedSeq(*ends, gl.load(unit), gl.load(unit + 2), query_shift, key_shift)
+    return seq
 
 
 class Scheduler(NamedTuple):
@@ -120,6 +155,14 @@ class Scheduler(NamedTuple):
     tile: gl.shared_memory_descriptor  # (stages, 1) int32: the broadcast tile
     full: gl.shared_memory_descriptor  # a barrier for each stage, for what a group owns as well
     empty: gl.shared_memory_descriptor  # a barrier for each stage
+
+
+class Work(NamedTuple):
+    """A tile of work that a group of warps has received."""
+
+    number: gl.int32  # how many the group has received before
+    tile: gl.int32
+    slot: gl.int32  # of what the group owns of it
 
 
 @gluon.jit
@@ -147,10 +190,10 @@ def broadcast_end(scheduler, tile, done):
 
 
 @gluon.jit
-def received(scheduler, done, WARPS: gl.constexpr = 4):
-    """The tile that `broadcast` published, and the number of its buffer."""
-    slot = wait_full(scheduler.full, done)
-    return read(scheduler, slot, WARPS), slot
+def receive(scheduler, number, WARPS: gl.constexpr = 4):
+    """Returns the tile that `broadcast` publishes after so many others, once it has."""
+    slot = wait_full(scheduler.full, number)
+    return Work(number, read(scheduler, slot, WARPS), slot)
 
 
 @gluon.jit
@@ -161,7 +204,7 @@ def read(scheduler, slot, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def next_tile(scheduler, tiles):
-    """A tile that no program has taken. Every program starts with the tile of its own number."""
+    """Takes a tile that no program has taken. Every program starts with the tile of its own number."""
     programs = gl.num_programs(0)
     tile = tiles
     if tiles > programs:
@@ -171,7 +214,7 @@ def next_tile(scheduler, tiles):
 
 @gluon.jit
 def take_tile(scheduler):
-    """The next tile that no program has taken, the first included: all are taken in their order.
+    """Takes the next tile that no program has taken, the first included: all are taken in their order.
 
     What rests on this order is said in `backward_fused.hopper_backward_kernel`: programs may wait for others there.
     """
