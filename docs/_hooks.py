@@ -53,9 +53,11 @@ def guide(text: Path) -> str:
 
 
 def _pages(texts: list[Path]) -> dict[str, list[dict[str, str]]]:
-    """An operator in the navigation: its guide, and the texts behind it."""
-    names = ["Use", *(_title(text) for text in texts[1:])]
-    return {_title(texts[0]): [{name: f"operators/{_page(text)}"} for name, text in zip(names, texts)]}
+    """An operator in the navigation: its guide and the texts behind it. Names say which operator."""
+    operator = _title(texts[0])
+    names = [f"Using {operator if operator[:2].isupper() else operator[0].lower() + operator[1:]}"]
+    names += [_title(text, whole=True) for text in texts[1:]]
+    return {operator: [{name: f"operators/{_page(text)}"} for name, text in zip(names, texts)]}
 
 
 def _page(text: Path) -> str:
@@ -63,9 +65,10 @@ def _page(text: Path) -> str:
     return f"{folder}.md" if text.name == "README.md" else f"{folder}-{text.name}"
 
 
-def _title(text: Path) -> str:
+def _title(text: Path, whole: bool = False) -> str:
+    """The heading of a text, by default up to a colon."""
     found = _TITLE.search(guide(text))
-    return found[1].partition(":")[0] if found else text.stem
+    return (found[1] if whole else found[1].partition(":")[0]) if found else text.stem
 
 
 def _moved(link: re.Match[str], text: Path) -> str:

@@ -31,6 +31,9 @@ def test_the_ledger_is_read() -> None:
     assert known_call(known, "lrpe_rotate", record, "cpu") is None
     assert known_call(known, "lrpe_cosine", record, "gpu") is None
     assert known_call(known, "lrpe_rotate", record | {"dtype": "float32"}, "gpu") is None
+    assert known_failures.entries(f"{TABLE}\n| another table |\n|---|\n| of the page |\n") == known
+    with pytest.raises(ValueError, match="no table"):
+        known_failures.entries("nothing")
     with pytest.raises(ValueError, match="no entry"):
         known_failures.entries(TABLE + "| a case | somewhere | gpu |")
 

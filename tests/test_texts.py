@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -112,10 +113,20 @@ def test_each_row_is_of_one_gpu() -> None:
     below = texts.below_target(records, DEVICES)
     assert all(f"| Forward | {gpu} | {count} / {count} |" in below for gpu, count in (("H200", 2), ("H100", 3)))
     whole, elsewhere = texts.whole_tables(records, DEVICES), texts.elsewhere_tables(records, DEVICES)
-    assert whole.startswith("## lrpe_rotate, NVIDIA H200\n")
-    assert elsewhere.startswith("### lrpe_rotate, NVIDIA H100 80GB HBM3\n")
+    assert whole.startswith("## LRPE rotate, NVIDIA H200\n")
+    assert elsewhere.startswith("### LRPE rotate, NVIDIA H100 80GB HBM3\n")
     assert all("2.00 (2.00" in line for line in whole.splitlines() if "| all cases |" in line)
     assert all("3.00 (3.00" in line for line in elsewhere.splitlines() if "| all cases |" in line)
+
+
+def test_the_menu_leads_to_each_table() -> None:
+    records = on_two_gpus()
+    menu = texts.menu(records, DEVICES)
+    anchors = ("lrpe-rotate-nvidia-h200", "lrpe-rotate-nvidia-h100-80gb-hbm3")
+    assert cells_of(menu) == [["LRPE rotate", "`lrpe_rotate`", *(f"[{n}](#{a})" for n, a in zip((4, 6), anchors))]]
+    tables = texts.whole_tables(records, DEVICES) + texts.elsewhere_tables(records, DEVICES)
+    for heading in (line.lstrip("# ") for line in tables.splitlines() if line.startswith("##")):
+        assert f"(#{re.sub('[^a-z0-9-]', '', heading.lower().replace(' ', '-'))})" in menu
 
 
 def test_a_row_of_the_readme_and_a_picture_are_of_the_first_gpu_with_the_typical_case() -> None:

@@ -1,16 +1,18 @@
-"""The ledger of known failures, ``docs/known-failures.md``, as the tests and random calls read it."""
+"""The ledger of known failures, a table in ``docs/what-was-tried.md``, as the tests and random calls read it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["LEDGER", "Known", "call_of", "entries", "known_call", "known_test"]
 
-LEDGER = Path(__file__).parents[1] / "docs" / "known-failures.md"
+LEDGER = Path(__file__).parents[1] / "docs" / "what-was-tried.md"
+HEAD = "| what is wrong | shown by | where |"
 PLACES = ("everywhere", "gpu", "cpu")
 _ROW = re.compile(r"^\| (?P<what>.+?) \| `(?P<shown_by>.+)` \| (?P<where>\w+) \|$")
 
@@ -29,10 +31,12 @@ def entries(text: str | None = None) -> list[Known]:
     """Returns the entries of the ledger, or of a text like it.
 
     Raises:
-        ValueError: A line of the table is no entry.
+        ValueError: There is no such table, or a line of it is no entry.
     """
     lines = (LEDGER.read_text(encoding="utf-8") if text is None else text).splitlines()
-    rows = [line for line in lines if line.startswith("|")][2:]
+    if HEAD not in lines:
+        raise ValueError(f"{LEDGER.name}: no table with the head {HEAD}")
+    rows = [*takewhile(lambda line: line.startswith("|"), lines[lines.index(HEAD) :])][2:]
     found = [_ROW.match(row) for row in rows]
     for row, match in zip(rows, found):
         if match is None or match["where"] not in PLACES:

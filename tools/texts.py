@@ -9,6 +9,7 @@ over several GPUs there are no records, but logs in ``RESULTS``.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,6 +199,58 @@ def whole_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     return "\n\n".join(_whole(records, devices, name, "##") for name in [*by_gpu(records, devices)][:1]) or NOTHING
 
 
+TITLES = {
+    "lrpe_rope": "RoPE",
+    "lrpe_rotate": "LRPE rotate",
+    "lrpe_cosine": "LRPE cosine",
+    "lrpe_rotate_md": "LRPE rotate on grids",
+    "lrpe_cosine_md": "LRPE cosine on grids",
+    "flash_attention": "Flash attention",
+    "attention_decode": "Attention, decoding",
+    "linear_attention": "Linear attention",
+    "tpa_attention": "Tensor-product attention",
+    "tpa_decode": "Tensor-product attention, decoding",
+    "context_parallel": "Attention over several GPUs",
+    "llama": "Llama of transformers",
+    "transformer": "Transformer LM",
+}
+"""Names of benches for a reader."""
+
+
+def menu(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """A table of what the page has, an operator in a row with a link for each GPU."""
+    gpus = [*by_gpu(records, devices)]
+    sections = {
+        gpu: {s.operator: s for s in arrange(own, devices)} for gpu, own in by_gpu(records, devices).items()
+    }
+    rows = []
+    known = dict.fromkeys([*TITLES, *(name for found in sections.values() for name in found)])
+    for operator in (name for name in known if any(name in found for found in sections.values())):
+        cells = [TITLES.get(operator, operator), f"`{operator}`"]
+        for gpu in gpus:
+            section = sections[gpu].get(operator)
+            cells.append(f"[{_count_cases(section)}](#{_anchor(operator, gpu)})" if section else "–")
+        rows.append(cells)
+    models = [next((word for word in gpu.split() if any(map(str.isdigit, word))), gpu) for gpu in gpus]
+    heads = ["what is measured", "bench", *(f"cases on {model}, of all modes" for model in models)]
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if rows else NOTHING
+
+
+def _count_cases(section: Section) -> int:
+    """The number of cases of all modes that have our time."""
+    return sum(sum(found.counts.values()) for found in summarize(section))
+
+
+def _anchor(operator: str, gpu: str) -> str:
+    """The place of a heading, as the site makes it and GitHub does."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", _heading(operator, gpu)).strip().lower())
+
+
+def _heading(operator: str, gpu: str) -> str:
+    return f"{TITLES.get(operator, operator)}, {gpu}"
+
+
 def elsewhere_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     """The same of other GPUs."""
     return "\n\n".join(_whole(records, devices, name, "###") for name in [*by_gpu(records, devices)][1:]) or NOTHING
@@ -208,7 +261,7 @@ def _whole(records: Sequence[Record], devices: Mapping[str, str], gpu: str, leve
     drawn = {record.operator for record in pictured(records, devices) if devices[record.environment] == gpu}
     texts = []
     for section in arrange(own, devices):
-        parts = [f"{level} {section.operator}, {gpu}", _about(section)]
+        parts = [f"{level} {_heading(section.operator, gpu)}", _about(section)]
         if section.operator in drawn and draw(section, gpu):
             parts.append(f"![share of the limit and time](figures/{section.operator}.svg)")
         texts.append("\n\n".join([*parts, markdown([_whole_table(section)])]))
@@ -534,6 +587,7 @@ def draw(section: Section, gpu: str) -> str:
 TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
     "results": whole_tables,
+    "menu of results": menu,
     "results on other GPUs": elsewhere_tables,
     "steps": step_tables,
     **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
