@@ -32,6 +32,7 @@ def main(words: list[str] | None = None) -> None:
             prompt,
             min(options.tokens, room),
             temperature=options.temperature,
+            top_k=options.top_k,
             top_p=options.top_p,
             generator=generator,
         )
@@ -50,6 +51,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200, help="bytes to sample, as far as the context reaches")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely byte")
+    parser.add_argument("--top-k", type=int, help="so many most likely bytes (default: all)")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

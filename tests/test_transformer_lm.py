@@ -285,15 +285,44 @@ def test_sampling_is_the_generators(device: torch.device) -> None:
     assert model.training  # left as it was
 
 
+def test_sequences_end_with_their_stop_tokens(device: torch.device) -> None:
+    model, prompt = make(device), text(3, 5, device)
+    whole = model.generate(prompt, 12, temperature=0)
+    assert torch.equal(torch.stack(list(model.stream(prompt, 12, temperature=0)), 1), whole)
+    first, second = int(whole[0, 3]), int(whole[1, 6])
+    found = model.generate(prompt, 12, temperature=0, stop=[first, second])
+    for row, expected in zip(found, whole):
+        ended = torch.isin(expected, torch.tensor([first, second], device=device)).nonzero().flatten()
+        end = int(ended[0]) if len(ended) else 12
+        assert torch.equal(row[: end + 1], expected[: end + 1][: len(row)])
+        assert (row[end:] == row[end]).all() if end < len(row) else True
+    alone = model.generate(prompt[:1], 12, temperature=0, stop=first)
+    assert alone.shape[1] <= 4
+    assert alone[0, -1] == first
+    stream = model.stream(prompt, 12, temperature=0)
+    assert torch.equal(next(stream), whole[:, 0])
+    assert torch.is_grad_enabled(), "the caller's mode between steps is its own"
+    assert torch.equal(next(stream), whole[:, 1])
+    assert not list(model.stream(prompt, 0))
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().expand(20_000, -1)
     generator = seeds.generator()
     for top_p, kept in ((0.39, [0]), (0.41, [0, 2]), (0.69, [0, 2]), (0.71, [0, 2, 3]), (1.0, [0, 1, 2, 3])):
-        found = torch.bincount(_sample(logits, 1.0, top_p, generator).flatten(), minlength=4) / len(logits)
+        found = torch.bincount(_sample(logits, top_p=top_p, generator=generator).flatten(), minlength=4) / len(
+            logits
+        )
         weights = torch.zeros(4)
         weights[kept] = torch.tensor([0.4, 0.1, 0.3, 0.2])[kept]
         torch.testing.assert_close(found, weights / weights.sum(), rtol=0, atol=0.02)
-    cold = torch.bincount(_sample(logits, 0.5, 1.0, generator).flatten(), minlength=4) / len(logits)
+    for top_k, top_p, kept in ((1, 1.0, [0]), (2, 1.0, [0, 2]), (3, 0.69, [0, 2]), (9, 1.0, [0, 1, 2, 3])):
+        options = {"top_k": top_k, "top_p": top_p, "generator": generator}
+        found = torch.bincount(_sample(logits, **options).flatten(), minlength=4) / len(logits)
+        weights = torch.zeros(4)
+        weights[kept] = torch.tensor([0.4, 0.1, 0.3, 0.2])[kept]
+        torch.testing.assert_close(found, weights / weights.sum(), rtol=0, atol=0.02)
+    cold = torch.bincount(_sample(logits, 0.5, generator=generator).flatten(), minlength=4) / len(logits)
     torch.testing.assert_close(cold, torch.tensor([16, 1, 9, 4]) / 30, rtol=0, atol=0.02)
 
 
@@ -405,9 +434,19 @@ def test_wrong_calls_are_named() -> None:
         ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature"),
         ({"max_new_tokens": 1, "top_p": 0.0}, "top_p"),
         ({"max_new_tokens": 1, "top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": 1, "top_k": 0}, "top_k must be at least 1"),
+        ({"max_new_tokens": 1, "top_k": 2.0}, "top_k must be an int"),
+        ({"max_new_tokens": 1, "top_p": "most"}, "top_p must be a number"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be an int"),
+        ({"max_new_tokens": 1, "temperature": "hot"}, "temperature must be a number"),
+        ({"max_new_tokens": 1, "stop": [3, model.config.vocab_size]}, "stop must be of tokens below vocab_size"),
+        ({"max_new_tokens": 1, "stop": ["."]}, "stop must be an int"),
         ({"max_new_tokens": 1, "lengths": [5]}, "lengths"),
         ({"max_new_tokens": 1, "lengths": [5, 6]}, "lengths"),
         ({"max_new_tokens": 1, "lengths": [5, 0]}, "lengths"),
     ):
-        with pytest.raises(WarploomError, match=named):
-            model.generate(tokens, **options)
+        for sample in (model.generate, model.stream):  # which refuses before its first step
+            with pytest.raises(WarploomError, match=named):
+                sample(tokens, **options)
+    with pytest.raises(DtypeError, match="prompt must be an integer tensor"):
+        model.generate([1, 2], 3)

@@ -7,8 +7,9 @@ Shape letters: ``B`` batch, ``N`` tokens, ``V`` vocabulary. Parameters are float
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,7 +27,7 @@ from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
-from warploom.runtime.arguments import as_python
+from warploom.runtime.arguments import as_python, check_number, check_tensor, is_int
 
 Tensor = torch.Tensor
 Cache = KVCache | FactorCache | StateCache
@@ -346,14 +347,15 @@ class TransformerLM(nn.Module):
         kind = FactorCache if self.config.attention == "tpa" else KVCache
         return [kind(capacity) for _ in self.blocks]
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Tensor,
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
+        top_k: int | None = None,
         top_p: float = 1.0,
+        stop: int | Sequence[int] = (),
         lengths: Sequence[int] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
@@ -361,53 +363,113 @@ class TransformerLM(nn.Module):
 
         Args:
             prompt: ``(B, N)`` integers.
-            max_new_tokens: The number of tokens to sample.
+            max_new_tokens: The number of tokens to sample at most.
             temperature: Divides the logits. With 0 the most likely token is taken.
+            top_k: Sample among so many most likely tokens; all by default.
             top_p: Sample among the most likely tokens that together have at least this probability.
+            stop: Tokens that end a sequence, which then repeats the one that ended it. Sampling ends with the last
+                sequence; each step waits for the device to know.
             lengths: Tokens of each prompt, if they differ. The rest of ``prompt`` is padding, with any token.
             generator: Source of randomness on the model's device; the default generator if None.
 
         Returns:
-            ``(B, max_new_tokens)``: the new tokens only, in the prompt's dtype.
+            ``(B, T)`` with ``T ≤ max_new_tokens``: the new tokens only, in the prompt's dtype.
 
         Raises:
             ArgumentError: An option is out of range, or prompt and new tokens exceed ``context_length``.
             ShapeError: The prompt is not ``(B, N)``, or the number of lengths is not ``B``.
-            DtypeError: The prompt does not consist of integers.
+            DtypeError: The prompt does not consist of integers, or an option has the wrong type.
         """
+        tokens = self.stream(
+            prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, lengths=lengths,
+            generator=generator,
+        )  # fmt: skip
+        return torch.cat([prompt[:, :0], *(token[:, None] for token in tokens)], dim=1)
+
+    def stream(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop: int | Sequence[int] = (),
+        lengths: Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Sample as `generate` does, with its arguments and errors, and yield the tokens ``(B,)`` of each step.
+
+        Example:
+            ```python
+            import torch
+            from warploom.nn import TransformerConfig, TransformerLM
+
+            config = TransformerConfig(vocab_size=64, context_length=32, d_model=32, d_ff=64, layers=1, heads=2)
+            for tokens in TransformerLM(config).stream(torch.tensor([[1, 2, 3]]), 8, top_k=5, stop=0):
+                print(tokens.item())
+            ```
+        """
+        name = f"{type(self).__name__}.generate"
+        check_tensor(name, "prompt", prompt, (torch.int64, torch.int32))
         self._check(prompt, None, None)
-        longest = prompt.shape[1]
-        lengths = [longest] * prompt.shape[0] if lengths is None else list(lengths)
-        self._check_sampling(prompt, max_new_tokens, temperature, top_p, lengths)
-        if max_new_tokens == 0:
-            return prompt[:, :0]
-        cache = self.make_cache(longest + max_new_tokens)
+        batch, longest = prompt.shape
+        lengths = [longest] * batch if lengths is None else list(lengths)
+        ends = as_python(tuple(stop) if isinstance(stop, Sequence) else (stop,))
+        given = [("max_new_tokens", max_new_tokens), *(("stop", token) for token in ends)]
+        given += [] if top_k is None else [("top_k", top_k)]
+        for argument, number in given:
+            if not is_int(as_python(number)):
+                raise fault(DtypeError, name, argument, "an int", repr(number))
+        check_number(name, "temperature", as_python(temperature))
+        check_number(name, "top_p", as_python(top_p))
+        room, vocabulary = self.config.context_length - longest, self.config.vocab_size
+        checks = {
+            "max_new_tokens": (
+                0 <= max_new_tokens <= room,
+                f"between 0 and context_length − N = {room}",
+                max_new_tokens,
+            ),
+            "temperature": (temperature >= 0, "at least 0", temperature),
+            "top_k": (top_k is None or top_k >= 1, "at least 1, or None for all", top_k),
+            "top_p": (0 < top_p <= 1, "above 0, at most 1", top_p),
+            "stop": (all(0 <= x < vocabulary for x in ends), f"of tokens below vocab_size = {vocabulary}", ends),
+            "lengths": (all(1 <= n <= longest for n in lengths), f"between 1 and N = {longest}", lengths),
+        }
+        for argument, (fits, expected, got) in checks.items():
+            if not fits:
+                raise fault(ArgumentError, name, argument, expected, got)
+        if len(lengths) != batch:
+            raise fault(ShapeError, name, "lengths", f"one for each of {batch} prompts", len(lengths))
+        sample = functools.partial(_sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return self._stream(prompt, max_new_tokens, sample, ends, lengths) if max_new_tokens else iter(())
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        prompt: Tensor,
+        new: int,
+        sample: Callable[[Tensor], Tensor],
+        ends: tuple[int, ...],
+        lengths: list[int],
+    ) -> Iterator[Tensor]:
+        """Yields tokens (B,), of checked arguments."""
+        cache = self.make_cache(prompt.shape[1] + new)
         hidden = self.hidden(prompt, cache)
         for layer in cache:
             layer.truncate(lengths)
         last = torch.tensor(lengths).to(prompt.device, non_blocking=True) - 1
         x = hidden[torch.arange(prompt.shape[0], device=prompt.device), last]  # (B, d_model)
-        sampled = [_sample(self.head(x), temperature, top_p, generator).to(prompt.dtype)]
-        while len(sampled) < max_new_tokens:
-            x = self.hidden(sampled[-1], cache)[:, -1]
-            sampled.append(_sample(self.head(x), temperature, top_p, generator).to(prompt.dtype))
-        return torch.cat(sampled, dim=1)
-
-    def _check_sampling(
-        self, prompt: Tensor, new: int, temperature: float, top_p: float, lengths: Sequence[int]
-    ) -> None:
-        name = f"{type(self).__name__}.generate"
-        if new < 0 or prompt.shape[1] + new > self.config.context_length:
-            expected = f"between 0 and context_length − N = {self.config.context_length - prompt.shape[1]}"
-            raise fault(ArgumentError, name, "max_new_tokens", expected, new)
-        if not temperature >= 0:
-            raise fault(ArgumentError, name, "temperature", "at least 0", temperature)
-        if not 0 < top_p <= 1:
-            raise fault(ArgumentError, name, "top_p", "above 0, at most 1", top_p)
-        if len(lengths) != prompt.shape[0]:
-            raise fault(ShapeError, name, "lengths", f"one for each of {prompt.shape[0]} prompts", len(lengths))
-        if not all(1 <= length <= prompt.shape[1] for length in lengths):
-            raise fault(ArgumentError, name, "lengths", f"between 1 and N = {prompt.shape[1]}", list(lengths))
+        tokens = sample(self.head(x))[:, 0].to(prompt.dtype)
+        yield tokens
+        stop = torch.tensor(ends, dtype=prompt.dtype, device=prompt.device)
+        for _ in range(new - 1):
+            ended = torch.isin(tokens, stop)
+            if ends and bool(ended.all()):
+                return
+            x = self.hidden(tokens[:, None], cache)[:, -1]
+            tokens = torch.where(ended, tokens, sample(self.head(x))[:, 0].to(prompt.dtype))
+            yield tokens
 
     def extra_repr(self) -> str:
         """Returns the configuration."""
@@ -496,14 +558,22 @@ class TransformerLM(nn.Module):
         return 3 * flops if training else flops
 
 
-def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
+def _sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Sample one token (B, 1) int64 from each row of logits (B, V)."""
     if temperature < torch.finfo(torch.float32).tiny:  # zero, and what a GPU takes for zero
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float()
     probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
-    if top_p < 1:
+    if top_p < 1 or top_k is not None:
         ordered, index = probabilities.sort(dim=-1, descending=True)
+        if top_k is not None:
+            ordered[:, top_k:] = 0.0
         before = ordered.cumsum(dim=-1) - ordered  # of more likely tokens; 0 for the first, so that it is kept
         probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered.masked_fill(before >= top_p, 0.0))
     return torch.multinomial(probabilities, 1, generator=generator)  # needs no sum of one
