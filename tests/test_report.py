@@ -20,7 +20,8 @@ from warploom.bench.records import LIMIT, Record, append, save_environment
 from warploom.errors import WarploomError
 from warploom.report import panels as panels_module
 from warploom.report import write_report
-from warploom.report.chart import TOP, Chart, make_charts, render_chart
+from warploom.report.chart import NAMES, TOP, VALUES, WIDTH, Chart, make_charts, render_chart
+from warploom.report.overview import make_case_table, make_overview
 from warploom.report.palette import choose_looks
 from warploom.report.panels import arrange, load_sections
 from warploom.report.published import FOLDER, read_published
@@ -177,13 +178,53 @@ def test_a_table_without_one_of_the_peers_says_something_else():
 def test_the_summary_says_how_many_cases_were_compared(tmp_path: Path):
     records = make_records({"warploom": 2.0, "torch": 8.0}, activations=("none",))
     fail(records, "torch", "fwd", 256, status="error", ms=None, limit_fraction=None)
-    page = page_of(save(tmp_path / "run", records, GPU))
-    rows = re.findall(r'<tr><th><a href="#lrpe_rotate">.*?</tr>', page)
-    forward, backward = (dict(re.findall(r'data-head="([^"]+)">([^<]*)', row)) for row in rows)
-    counts = ("lost / level / compared", "cases")
-    assert [forward[head] for head in counts] == ["0 / 0 / 2", "3 ok"]
-    assert [backward[head] for head in counts] == ["0 / 0 / 3", "3 ok"]
-    assert all("cases" in row.rpartition("<td")[2] for row in rows)  # a narrow page puts the last beside the name
+    section, *_ = load_sections([save(tmp_path / "run", records, GPU)])
+    table = make_summary_table(summarize(section))
+    forward, backward = (dict(zip(table.heads, (cell.text for cell in row), strict=True)) for row in table.rows)
+    assert forward["device"] == backward["device"] == "NVIDIA H200"
+    counts = ("faster", "level", "slower", "cases")
+    assert [forward[head] for head in counts] == ["2", "0", "0", "3 ok"]
+    assert [backward[head] for head in counts] == ["3", "0", "0", "3 ok"]
+
+
+def test_a_sentence_says_what_is_faster_level_and_slower():
+    records = make_records({"warploom": 2.0, "torch": 8.0, "other": 3.0}, activations=("none",))
+    fail(records, "other", "fwd", 256, ms=256e-4 * 1.5, ms_p20=256e-4 * 1.45, ms_p80=256e-4 * 1.55)
+    fail(records, "torch", "fwd", 1024, ms=1024e-4 * 2.02, ms_p20=1024e-4 * 1.9, ms_p80=1024e-4 * 2.1)
+    fail(records, "warploom", "bwd", 256, disturbed="thermal slowdown")
+    fail(records, "torch", "bwd", 1024, run="another")
+    fail(records, "other", "bwd", 1024, run="another")
+    overview = make_overview(arrange(records, {"here": "NVIDIA H100 80GB HBM3"}))
+    (row,) = overview.rows
+    assert row.sentence == (
+        "Faster than the fastest alternative in 2 of 4 cases, 1.50 times; level in 1; "
+        "slower in 1, up to 1.33 times the time of other (fwd, n=256); 50 % of the limit."
+    )
+    assert row.note == ("Not counted: 1 without an alternative in the same run, 1 disturbed by the GPU's clock.")
+    assert row.place == "H100"
+    assert [dot.result for dot in row.dots] == ["slower", "level", "faster", "faster"]
+    assert overview.counts == {"faster": 2, "level": 1, "slower": 1}
+    assert overview.losses == "lrpe_rotate (1)"
+    places = {label: x for x, label in overview.ticks}
+    assert row.dots[0].x < places["1×"] < row.dots[2].x == pytest.approx(places["1.5×"])
+    assert row.dots[2].lane != row.dots[3].lane
+    assert row.dots[0].words.splitlines()[:3] == ["lrpe_rotate fwd", "n=256", "warploom: 51.2 µs"]
+    results = {(row[2].text, row[3].text): row[-1].text for row in make_case_table(overview).rows}
+    assert results[("fwd", "n=256")] == "slower"
+    assert results[("bwd", "n=1024")] == ""
+
+
+def test_a_sentence_about_other_functions_names_them(tmp_path: Path):
+    (row,) = make_overview(arrange(make_records({"torch": 3.0, "torch_compile": 2.0}, activations=("none",)))).rows
+    assert row.sentence.startswith("No kernel of warploom ran; PyTorch's definition is faster than the fastest")
+    assert "slower in 6" in row.sentence
+    assert not row.ours
+    assert make_tables(make_records({"torch": 3.0}))[0].heads[-1] != "fastest other / ours"
+    assert not any(cell.ours for line in make_tables(make_records({"torch": 3.0}))[0].rows for cell in line)
+    stale = save(tmp_path / "run", [replace(r, operator="gone") for r in make_records({"warploom": 2.0})], GPU)
+    (row,) = make_overview(load_sections([stale])).rows
+    assert row.sentence == "Without a time of the present code."
+    assert row.note == "12 measured with earlier code."
 
 
 def test_what_has_none_of_ours_is_no_row_of_the_summary():
@@ -299,8 +340,9 @@ def test_a_chart_is_valid_small_and_shows_what_was_measured(measured):
     styles = choose_looks(sorted(section.providers), section.emphasis)
     for panel in section.panels:
         for mode in panel.modes:
-            time, share = make_charts(section, panel, mode)
-            for chart in (time, share):
+            charts = make_charts(section, panel, mode)
+            assert [chart.unit for chart in charts] == ["s", "share", "MiB"]
+            for chart in charts:
                 svg = render_chart(chart, styles, {name: i for i, name in enumerate(section.providers)})
                 root = ElementTree.fromstring(svg)
                 shown = [name for name, line in chart.lines.items() if any(line.values())]
@@ -314,6 +356,42 @@ def test_a_chart_is_valid_small_and_shows_what_was_measured(measured):
     fwd = make_charts(section, section.panels[0], "fwd")[0]
     assert fwd.lines["torch"].get(4096) is None  # it ran out of memory
     assert fwd.lines["warploom"][256] == pytest.approx(256e-7 * 1.05)
+
+
+def test_a_single_case_has_bars(tmp_path: Path):
+    records = [
+        r for r in make_records({"warploom": 1.0, "torch": 8.0}, activations=("none",)) if r.case["n"] == 256
+    ]
+    (section,) = load_sections([save(tmp_path / "run", records, GPU)])
+    styles = choose_looks(sorted(section.providers), section.emphasis)
+    time, share, memory = (render_chart(c, styles) for c in make_charts(section, section.panels[0], "fwd"))
+    widths = [int(width) for width in re.findall(r'width="(\d+)" height="\d+" fill', time)]
+    assert widths == [31, WIDTH - NAMES - VALUES, 31]  # ours first, then torch, and the limit
+    assert all(words in time for words in ("n = 256", ">warploom<", ">25.6 µs<", ">204.8 µs<"))
+    assert ">12%<" in share
+    assert ">32 MiB<" in memory
+
+
+def test_memory_is_drawn_between_powers_of_two():
+    chart = Chart("memory", [1, 2], "n", {"torch": {1: 100.0, 2: 3000.0}}, {}, "MiB")
+    labels = re.findall(r">([^<]+ [MG]iB)<", render_chart(chart, choose_looks(["torch"], "")))
+    assert labels == ["64 MiB", "128 MiB", "256 MiB", "512 MiB", "1 GiB", "2 GiB", "4 GiB"]
+
+
+def test_a_case_of_several_runs_has_a_history(tmp_path: Path):
+    first = make_records({"warploom": 2.0, "torch": 8.0}, activations=("none",))
+    second = [replace(record, ms=(record.ms or 0) / 2, run="s") for record in first]
+    folder = save(tmp_path / "run", first, {**GPU, "started": "2026-11-25T21:31:52+00:00"})
+    append(folder, second)
+    save_environment(folder, "here", {**GPU, "started": "2026-11-24T21:31:52+00:00", "commit": "feed" * 10}, "s")
+    page = page_of(folder)
+    words = body_text(page)
+    assert "History: 2 runs" in words
+    assert "run commit n = 256 n = 1024 n = 4096 11-24 21:31:52 feedfeedfe 0.02560 0.1024 0.4096 11-25" in words
+    past = page[page.index('class="past"') :]
+    assert "time in each run, over that in the first" in past
+    assert 'data-x="' in past
+    assert "History" not in body_text(page_of(save(tmp_path / "other", first, GPU)))
 
 
 def test_a_line_and_its_band_have_gaps_where_there_is_no_speed():
@@ -369,7 +447,8 @@ def test_report_shows_the_summary_first_then_panels_tables_and_commands(measured
     assert "Every case: batch = 12, heads = 12, head_dim = 128, dtype = bfloat16" in words
     assert re.search(r"n warploom torch_compile torch warploom_variant limit of the limit", words)
     assert "0.25" in words  # accuracy over its budget
-    assert "lrpe_rotate fwd 95% 95% torch, torch_compile 5.71 (3.81 … 7.62) 0 / 0 / 4 4 ok, 2 stale" in words
+    row = "lrpe_rotate NVIDIA H200 fwd 95% 95% torch, torch_compile 5.71 (3.81 … 7.62) 4 0 0 4 ok, 2 stale"
+    assert row in words
     assert "60 records" in words
     for panel in re.findall(r"data-values='([^']*)'", page):
         assert set(json.loads(panel)) == {"activation", "mode"}
@@ -388,6 +467,18 @@ def test_what_failed_has_a_badge_and_a_reason_but_no_speed(measured):
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "over the budget &lt;b&gt;&amp;" in page
+
+
+def test_wrong_results_are_named_by_provider_and_those_of_peers_are_no_alarm(tmp_path: Path):
+    records = make_records({"warploom": 2.0, "torch": 8.0}, activations=("none",))
+    fail(records, "torch", "fwd", 256, status="incorrect", reason="0.3 over the budget", ms=None)
+    page = page_of(save(tmp_path / "run", records, GPU))
+    assert '<span class="badge incorrect peer">1 incorrect: torch 1</span>' in page
+    explained = page.count('class="badge incorrect"')
+    assert explained == 1  # where badges are explained
+    fail(records, "warploom", "fwd", 256, status="incorrect", reason="0.3 over the budget", ms=None)
+    page = page_of(save(tmp_path / "other", records, GPU))
+    assert '<span class="badge incorrect">1 incorrect</span>' in page
 
 
 def test_a_disturbed_speed_is_shown_and_marked(tmp_path):
@@ -427,7 +518,10 @@ def test_report_without_a_gpu_is_about_torch(tmp_path):
     records = [replace(record, peak_memory_mib=None) for record in records]
     words = body_text(page_of(save(tmp_path / "cpu", records, CPU)))
     assert "A plain CPU" in words
-    assert "0.67 (0.67 … 0.67) 6 / 0 / 6 6 ok" in words
+    assert "0.67 (0.67 … 0.67) 0 0 6 6 ok" in words
+    assert "fastest other / torch" in words
+    assert "PyTorch's definition" in words
+    assert "ours" not in words
     assert "Peak memory" not in words
 
 

@@ -569,6 +569,7 @@ def draw(section: Section, gpu: str) -> str:
     panel = max(several, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
     columns = [(panel, mode) for mode in MODES if mode in panel.modes]
     drawn = [(panel, mode, make_charts(section, panel, mode)[::-1]) for panel, mode in columns]
+    drawn = [(panel, mode, [chart for chart in charts if chart.unit != "MiB"]) for panel, mode, charts in drawn]
     drawn = [column for column in drawn if column[2]]
     if not drawn:
         return ""

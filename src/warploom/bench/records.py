@@ -118,11 +118,12 @@ def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     return [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
 
 
-def load(paths: str | Path | Iterable[str | Path]) -> list[Record]:
+def load(paths: str | Path | Iterable[str | Path], *, every: bool = False) -> list[Record]:
     """Read records, in the order they were written; of those with one key in one file, the last.
 
     Args:
         paths: Folders that hold ``records.jsonl``, or such files; one or several.
+        every: Return the earlier records of a key too.
 
     Returns:
         The records. Lines that are none of this version are left out, with a warning that counts them.
@@ -143,10 +144,11 @@ def load(paths: str | Path | Iterable[str | Path]) -> list[Record]:
         if not file.is_file():
             raise WarploomError(f"{path}: no records here ({RECORDS} is written by `warploom bench`)")
         latest: dict[Key, Record] = {}
-        for record in load_lines(file, lambda fields: Record(**typed(Record, fields)), "record"):
+        found = load_lines(file, lambda fields: Record(**typed(Record, fields)), "record")
+        for record in found:
             latest.pop(record.key, None)
             latest[record.key] = record
-        records += latest.values()
+        records += found if every else latest.values()
     return records
 
 

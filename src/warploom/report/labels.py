@@ -49,6 +49,11 @@ def format_seconds(value: float) -> str:
     return f"{value / 1e-9:.4g} ns"
 
 
+def format_mib(value: float) -> str:
+    """Write memory, given in MiB, with the unit that suits it."""
+    return f"{value / 1024:.4g} GiB" if value >= 1024 else f"{value:.4g} MiB"
+
+
 def format_size(value: Any) -> str:
     """Write a size, with ``k`` for multiples of 1024."""
     if not isinstance(value, int | float):

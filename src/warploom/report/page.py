@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, load_environments, spell
-from warploom.report.chart import make_charts, render_chart
+from warploom.report.chart import make_charts, make_history, render_chart, render_key
 from warploom.report.labels import format_mode
+from warploom.report.overview import make_case_table, make_overview
 from warploom.report.palette import Look, choose_looks
-from warploom.report.panels import UNSET, Panel, Section, load_sections
+from warploom.report.panels import STATES, UNSET, Panel, Section, load_sections
 from warploom.report.published import make_published_table
-from warploom.report.rivals import count_states, make_summary_table, summarize
-from warploom.report.table import Table
-from warploom.report.tables import group_failures, make_metric_table, make_time_table
+from warploom.report.rivals import make_summary_table, summarize
+from warploom.report.table import Table, render_badge, render_html
+from warploom.report.tables import group_failures, make_history_table, make_metric_table, make_time_table
 
 TITLE = "warploom report"
 
@@ -28,41 +31,73 @@ def render(sources: Sequence[Path]) -> str:
     points = [point for section in sections for point in section.points]
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     used = {name: known[name] for point in points if (name := point.record.environment) in known}
+    runs = {run: about for one in known.values() for run, about in one.get("runs", {}).items()}
     facts = [fact for environment in used.values() for fact in environment if fact != "runs"]
+    overview = make_overview(sections)
     loader = FileSystemLoader(Path(__file__).parent)
     how: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    page: str = (
-        Environment(loader=loader, autoescape=True, **how)
-        .get_template("report.html.j2")
-        .render(
-            title=TITLE,
-            sources=[str(source) for source in sources],
-            headlines=_make_headlines(used.values(), {point.record.run for point in points}),
-            warnings=_make_warnings([point.record for point in points], used),
-            environments=used,
-            facts=list(dict.fromkeys(facts)),
-            summary=make_summary_table([row for section in sections for row in summarize(section)]),
-            states=count_states(points),
-            total=len(points),
-            sections=[_prepare_section(section) for section in sections],
-        )
+    environment = Environment(loader=loader, autoescape=True, **how)
+    environment.filters["table"] = lambda table, kind="": Markup(render_html(table, kind))
+    environment.globals["badge"] = lambda *given, **named: Markup(render_badge(*given, **named))
+    page: str = environment.get_template("report.html.j2").render(
+        title=TITLE,
+        sources=[str(source) for source in sources],
+        versions=list(dict.fromkeys(_describe(one, "torch", "triton") for one in used.values())),
+        commits=_list_commits(used.values(), {point.record.run for point in points}),
+        warnings=_make_warnings([point.record for point in points], used),
+        environments=used,
+        facts=list(dict.fromkeys(facts)),
+        overview=overview,
+        summary=make_summary_table([row for section in sections for row in summarize(section)]),
+        cases=make_case_table(overview),
+        outcomes=_count_outcomes(sections),
+        total=len(points),
+        sections=[_prepare_section(section, runs) for section in sections],
     )
     return page
 
 
-def _make_headlines(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
+def _describe(environment: Mapping[str, Any], *names: str) -> str:
+    """Returns an environment's device and some of its versions."""
+    titles = {"cuda": "CUDA", "torch": "PyTorch", "triton": "Triton"}
+    words = [f"{titles.get(name, name)} {environment[name]}" for name in names if environment.get(name)]
+    return " · ".join([device_name(environment), *words])
+
+
+def _list_commits(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
     """Returns a line for each device with its versions, and the commits of the runs that were measured there."""
-    names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "warploom": "warploom"}
     marks = {"dirty": " with changes", "commit_given": " as given"}
     found: dict[str, set[str]] = {}
     for one in environments:
-        words = [f"{title} {one[name]}" for name, title in names.items() if one.get(name)]
         runs = [run for name, run in one.get("runs", {}).items() if name in measured] or [one]
-        commits = found.setdefault(" · ".join([device_name(one), *words]), set())
+        commits = found.setdefault(_describe(one, "driver", "cuda", "torch", "triton", "warploom"), set())
         for run in runs:
             if run.get("commit"):
                 commits.add(run["commit"][:10] + "".join(marks[mark] for mark in marks if run.get(mark)))
     return [f"{line} · commit {', '.join(sorted(commits))}" if commits else line for line, commits in found.items()]
+
+
+def _count_outcomes(sections: Iterable[Section]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
+    """Count results by state: for warploom, and for others with their names. Returns states and their words."""
+    counts: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
+    for section in sections:
+        for point in section.points:
+            name = point.record.provider
+            if name != LIMIT:
+                counts[section.is_peer(name)].setdefault(point.badge, Counter())[name] += 1
+    found = []
+    for peer, of in counts.items():
+        words = [(state, f"{of[state].total()} {state}") for state in STATES if state in of]
+        if peer:
+            words = [
+                (state, text + (f": {_list_names(of[state])}" if state != "ok" else "")) for state, text in words
+            ]
+        found.append(("other providers" if peer else "the operators themselves", peer, words))
+    return [entry for entry in found if entry[2]]
+
+
+def _list_names(counted: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counted.most_common())
 
 
 def _make_warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -73,14 +108,16 @@ def _make_warnings(records: Sequence[Record], environments: Mapping[str, Mapping
     return [environment] * (len(environments) > 1) + [run] * (runs > 1)
 
 
-def _prepare_section(section: Section) -> dict[str, Any]:
+def _prepare_section(section: Section, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Prepare a section for the template."""
     styles = choose_looks(sorted([*section.providers, LIMIT]), section.emphasis)
     numbers = {name: i for i, name in enumerate(section.providers)}
     modes = list(dict.fromkeys(mode for panel in section.panels for mode in panel.modes))
     choices = {**section.choices, "mode": modes}
     panels = [
-        _prepare_panel(section, panel, mode, styles, numbers) for panel in section.panels for mode in panel.modes
+        _prepare_panel(section, panel, mode, styles, numbers, runs)
+        for panel in section.panels
+        for mode in panel.modes
     ]
     return {
         "name": section.operator,
@@ -89,13 +126,18 @@ def _prepare_section(section: Section) -> dict[str, Any]:
         "constants": ", ".join(f"{name} = {spell(value)}" for name, value in section.constants.items()),
         "x": section.x,
         "others": [name for name in section.others if name in section.providers],
-        "legend": [{"name": name, "number": numbers[name], **vars(styles[name])} for name in section.providers],
+        "legend": [(numbers[name], render_key(styles[name]), name) for name in section.providers],
         "panels": panels,
     }
 
 
 def _prepare_panel(
-    section: Section, panel: Panel, mode: str, styles: Mapping[str, Look], numbers: Mapping[str, int]
+    section: Section,
+    panel: Panel,
+    mode: str,
+    styles: Mapping[str, Look],
+    numbers: Mapping[str, int],
+    runs: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     labels = {name: panel.labels.get(name, UNSET) for name in section.choices} | {"mode": mode}
     others = any(name in section.others for name in panel.at(mode))
@@ -108,15 +150,18 @@ def _prepare_panel(
             "Accuracy: largest error against float64 over its budget",
             make_metric_table(section, panel, mode, "accuracy"),
         ),
-        ("Peak memory (MiB)", make_metric_table(section, panel, mode, "peak_memory_mib")),
         ("Published: by others on their GPUs (ms), not to be compared", make_published_table(section, panel, mode)),
     ]
+    past = make_history_table(section, panel, mode, runs)
     return {
         "values": labels,
         "label": " · ".join([format_mode(mode), *([panel.label] if panel.labels else [])]),
         "charts": [render_chart(chart, styles, numbers) for chart in make_charts(section, panel, mode)],
+        "history": past and render_chart(make_history(past), choose_looks(past.heads, "")),
+        "past": past,
         "command": section.command(panel, mode),
         "time": make_time_table(section, panel, mode),
-        "failures": group_failures(panel, mode),
+        "memory": make_metric_table(section, panel, mode, "peak_memory_mib"),
+        "failures": group_failures(section, panel, mode),
         "more": [(title, table) for title, table in more if table is not None],
     }

@@ -46,6 +46,8 @@ class Point:
     """The value of the parameter along the axis."""
     state: str
     """The record's status, or ``stale`` for a record of other code."""
+    earlier: tuple[Record, ...] = ()
+    """The other records of the same measurement, oldest first."""
 
     @property
     def badge(self) -> str:
@@ -148,6 +150,23 @@ class Section:
     """The provider that is the operator itself; see `own_provider`."""
     others: tuple[str, ...] = ()
     """Providers of other functions."""
+    device: str = ""
+    """The device's name, if it is one."""
+
+    @property
+    def subject(self) -> str:
+        """The operator's own provider in words: ``ours``, or its name where no kernel of warploom ran."""
+        return "ours" if self.emphasis.startswith(KERNELS) else self.emphasis
+
+    @property
+    def definition(self) -> bool:
+        """True if no kernel ran, so that PyTorch's definition stands for the operator."""
+        bench = benches().get(self.operator.replace("_", "-"))
+        return self.emphasis == "torch" and not (bench and bench.own)
+
+    def is_peer(self, provider: str) -> bool:
+        """Returns True for a provider that is neither the operator nor a kernel of warploom."""
+        return provider != self.emphasis and not provider.startswith(KERNELS)
 
     @property
     def points(self) -> list[Point]:
@@ -202,15 +221,15 @@ class Section:
         return shlex.join([*words, "--mode", mode])
 
 
-_RecordState = tuple[Record, str, str]
-"""A record, its device, and its state."""
+_RecordState = tuple[Record, str, str, tuple[Record, ...]]
+"""A record, its device, its state, and earlier records of the same."""
 
 
 def load_sections(sources: Sequence[Path]) -> list[Section]:
     """Read and arrange the records of sources, which are those of `warploom.report.write_report`."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     devices = {name: device_name(environment) for name, environment in known.items()}
-    return arrange(load(sources), devices)
+    return arrange(load(sources, every=True), devices)
 
 
 def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None) -> list[Section]:
@@ -232,8 +251,13 @@ def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None)
         device = "" if devices is None else devices.get(record.environment, device_name({}))
         key = (record.operator, json.dumps(record.case, sort_keys=True), record.provider, record.mode, device)
         state = "stale" if devices is not None and is_stale(record) else record.status
-        if key not in kept or state != "stale" or kept[key][2] == "stale":
-            kept[key] = (record, device, state)
+        former = kept.get(key)
+        if former is None:
+            kept[key] = (record, device, state, ())
+        elif state != "stale" or former[2] == "stale":
+            kept[key] = (record, device, state, (*former[3], former[0]))
+        else:
+            kept[key] = (*former[:3], (*former[3], record))
     groups: dict[str, list[_RecordState]] = {}
     for entry in kept.values():
         groups.setdefault(entry[0].operator, []).append(entry)
@@ -243,31 +267,32 @@ def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None)
 
 
 def _make_section(operator: str, entries: Sequence[_RecordState], bench: Bench | None) -> Section:
-    cases = [record.case for record, _, _ in entries]
+    cases = [record.case for record, *_ in entries]
     x = bench.x if bench else _guess_axis(cases)
     parameters = [name for name in dict.fromkeys(name for case in cases for name in case) if name != x]
     parameters = [name for name in parameters if not _is_determined(cases, name)]
     constants = {name: cases[0].get(name) for name in parameters if _count_values(cases, name) == 1}
-    several = len({device for _, device, _ in entries}) > 1
+    on = {device for _, device, *_ in entries}
     panels: dict[str, tuple[dict[str, Any], str, list[Point]]] = {}
-    for record, device, state in entries:
+    for record, device, state, earlier in entries:
         chosen = {
             name: record.case[name]
             for name in parameters
             if name not in constants and record.case.get(name) is not None
         }
-        shown = device if several else ""
+        shown = device if len(on) > 1 else ""
         _, _, points = panels.setdefault(json.dumps([shown, chosen]), (chosen, shown, []))
         at = record.case.get(x)
-        points.append(Point(record, spell(at) if isinstance(at, list | dict) else at, state))
+        points.append(Point(record, spell(at) if isinstance(at, list | dict) else at, state, earlier))
     return Section(
         operator=operator,
         title=bench.title if bench else operator.replace("_", " "),
         x=x,
         constants={name: value for name, value in constants.items() if value is not None},
         panels=tuple(Panel(chosen, device, tuple(points)) for chosen, device, points in panels.values()),
-        emphasis=own_provider((record for record, _, _ in entries), bench.own if bench else ""),
+        emphasis=own_provider((record for record, *_ in entries), bench.own if bench else ""),
         others=tuple(bench.other_names) if bench else (),
+        device=on.pop() if len(on) == 1 else "",
     )
 
 

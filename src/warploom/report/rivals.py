@@ -14,6 +14,24 @@ from warploom.report.table import Cell, Table
 
 
 @dataclass(frozen=True)
+class Case:
+    """A case in one mode with a result of the operator itself."""
+
+    section: Section
+    panel: Panel
+    mode: str
+    point: Point
+    pair: Pair | None
+    """Ours and the fastest alternative, if they can be compared."""
+
+    @property
+    def words(self) -> str:
+        """The parameters that distinguish it."""
+        named = {name: spell(value) for name, value in self.panel.parameters.items()}
+        return " ".join(f"{name}={value}" for name, value in {self.section.x: self.point.x, **named}.items())
+
+
+@dataclass(frozen=True)
 class Summary:
     """The summary of one mode of a bench on one device."""
 
@@ -24,12 +42,16 @@ class Summary:
     """The shares of the limit, ascending."""
     worst_at: str
     """The case of the least share."""
-    pairs: list[Pair]
-    """Ours and the fastest alternative, for each case that can be compared."""
+    cases: list[Case]
     host_us: float | None
     """The median host time in microseconds; None if it was not measured."""
     counts: dict[str, int]
     """The number of cases by badge."""
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Ours and the fastest alternative, for each case that can be compared."""
+        return [case.pair for case in self.cases if case.pair is not None]
 
     @property
     def lost(self) -> int:
@@ -75,51 +97,54 @@ def summarize(section: Section) -> list[Summary]:
         for mode in dict.fromkeys(mode for panel in section.panels for mode in panel.modes):
             panels = [panel for panel in section.panels if panel.device == device and mode in panel.modes]
             if panels:
-                found.append(summarize_mode(section, panels, device, mode))
+                found.append(summarize_mode(section, panels, device or section.device, mode))
+    return found
+
+
+def list_cases(section: Section, panels: Sequence[Panel], mode: str) -> list[Case]:
+    """Returns the cases of a mode that have a result of the operator itself."""
+    found = []
+    for panel in panels:
+        lines = panel.at(mode)
+        for x in panel.xs(mode):
+            here = [lines[name][x] for name in section.own_names if x in lines.get(name, {})]
+            found += [Case(section, panel, mode, here[0], panel.rival(mode, x, section))] if here else []
     return found
 
 
 def summarize_mode(section: Section, panels: Sequence[Panel], device: str, mode: str) -> Summary:
     """Summarize a mode of some panels."""
-    own: list[tuple[Panel, Point]] = []
-    pairs = []
-    for panel in panels:
-        lines = panel.at(mode)
-        for x in panel.xs(mode):
-            here = [lines[name][x] for name in section.own_names if x in lines.get(name, {})]
-            own += [(panel, here[0])] if here else []
-            pair = panel.rival(mode, x, section)
-            pairs += [] if pair is None else [pair]
-    shares = [(point.fraction, panel, point) for panel, point in own if point.fraction]
-    worst = min(shares, key=lambda entry: entry[0], default=None)
+    cases = list_cases(section, panels, mode)
+    timed = [case for case in cases if case.point.fraction]
+    worst = min(timed, key=lambda case: case.point.fraction or 0.0, default=None)
     worst_at = ""
     if worst is not None:
-        worst_at = f"{section.x} = {spell(worst[2].x)}"
-        worst_at += f", {section.short(worst[1])}" * (len(section.panels) > 1)
-    hosts = [point.record.host_us for _, point in own if point.ms and point.record.host_us]
+        worst_at = f"{section.x} = {spell(worst.point.x)}"
+        worst_at += f", {section.short(worst.panel)}" * (len(section.panels) > 1)
+    hosts = [case.point.record.host_us for case in cases if case.point.ms and case.point.record.host_us]
     return Summary(
         operator=section.operator,
         mode=mode,
         device=device,
-        shares=sorted(share for share, _, _ in shares),
+        shares=sorted(case.point.fraction or 0.0 for case in timed),
         worst_at=worst_at,
-        pairs=pairs,
+        cases=cases,
         host_us=median(hosts) if hosts else None,
-        counts=count_states(point for _, point in own),
+        counts=count_states(case.point for case in cases),
     )
 
 
 def make_summary_table(rows: Sequence[Summary]) -> Table:
-    """Returns summaries as a table: the share of the limit, and the alternatives' times over ours."""
-    heads = ["operator", "mode", "of the limit", "worst", "fastest alternative", "its time / ours"]
-    heads += ["lost / level / compared", "cases"]
+    """Returns summaries as a table: the share of the limit, and how many times as long alternatives take."""
+    heads = ["operator", "device", "mode", "of the limit", "worst", "fastest alternative", "times as long"]
+    heads += ["faster", "level", "slower", "cases"]
     found = []
     for row in (row for row in rows if row.counts):
         share = f"{median(row.shares):.0%}" if row.shares else ""
         worst = Cell(f"{row.shares[0]:.0%}" if row.shares else "", reason=row.worst_at)
-        compared = f"{row.lost} / {row.level} / {len(row.pairs)}" if row.pairs else ""
-        cells = [row.operator, row.mode, share]
-        more = [row.alternatives or "none in the same run", row.ratios, compared]
+        won = len(row.pairs) - row.level - row.lost
+        compared = [str(count) if row.pairs else "" for count in (won, row.level, row.lost)]
+        more = [row.alternatives or "none in the same run", row.ratios, *compared]
         cases = ", ".join(f"{count} {state}" for state, count in row.counts.items())
-        found.append([*map(Cell, cells), worst, *map(Cell, [*more, cases])])
-    return Table(heads, found, words=2)
+        found.append([*map(Cell, [row.operator, row.device, row.mode, share]), worst, *map(Cell, [*more, cases])])
+    return Table(heads, found, words=3)

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Cell:
     """The badge of a result without a speed, or with a doubtful one; else empty."""
     reason: str = ""
     ours: bool = False
+    peer: bool = False
+    """True for a provider that is not of warploom: its failure is no alarm."""
     share: float | None = None
     """The length of the cell's shading, from 0 to 1."""
 
@@ -78,6 +81,29 @@ def render_text(tables: Sequence[Table], width: int = 80) -> str:
             out.write(textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") + "\n")
         out.write("\n")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def render_badge(state: str, words: str = "", peer: bool = False) -> str:
+    """Returns a state as HTML, with other words if given."""
+    return f'<span class="badge {state}{" peer" * peer}">{escape(words or state)}</span>'
+
+
+def render_html(table: Table, kind: str = "") -> str:
+    """Returns a table as HTML, of a class. The first column of a row is its head."""
+
+    def draw(cell: Cell) -> str:
+        about = ' class="ours"' * cell.ours
+        about += "" if cell.share is None else f' style="--share:{cell.share:.2f}"'
+        about += f' title="{escape(cell.reason)}"' if cell.reason else ""
+        parts = [escape(cell.text)] if cell.text else []
+        parts += [render_badge(cell.state, peer=cell.peer)] if cell.state else []
+        return f"<td{about}>{' '.join(parts)}</td>"
+
+    heads = "".join(f"<th>{escape(head)}</th>" for head in table.heads)
+    rows = "\n".join(f"<tr><th>{escape(row[0].text)}</th>{''.join(map(draw, row[1:]))}</tr>" for row in table.rows)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
+    body = f'<table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>'
+    return f'<div class="scroll">{body}</div>{notes}'
 
 
 def _group_columns(table: Table, width: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ class FailureGroup:
     provider: str
     places: str
     reason: str
+    peer: bool
+    """True if the provider is not of warploom."""
 
 
 def make_tables(records: Sequence[Record]) -> list[Table]:
@@ -44,7 +46,7 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
 def _make_notes(section: Section, panel: Panel, mode: str) -> list[str]:
     """Returns a line for each different failure or disturbance."""
     several: dict[tuple[str, str], list[str]] = {}
-    for failure in group_failures(panel, mode):
+    for failure in group_failures(section, panel, mode):
         everywhere = failure.places == ", ".join(map(spell, panel.xs(mode)))
         place = failure.provider if everywhere else f"{failure.provider} at {section.x} = {failure.places}"
         several.setdefault((failure.state, failure.reason), []).append(place)
@@ -88,7 +90,7 @@ def make_time_table(section: Section, panel: Panel, mode: str) -> Table:
         share = (ours and ours.fraction) or None
         shaded = Cell(f"{share:.0%}", share=min(share, 1.0)) if share else Cell("")
         rows.append([*row, Cell(format_number(limits.get(x))), shaded, best, *rates])
-    heads = [*table.heads, LIMIT, "of the limit", "fastest other / ours", "GB/s", "TFLOP/s"]
+    heads = [*table.heads, LIMIT, "of the limit", f"fastest other / {section.subject}", "GB/s", "TFLOP/s"]
     marks = {"†": "the host was not always ahead of the device", "‡": "by the wall clock, the host's time included"}
     notes = [f"{mark} {words}" for mark, words in marks.items() if any(mark in c.text for row in rows for c in row)]
     return replace(Table(heads, rows).drop_empty_columns(), notes=notes)
@@ -115,14 +117,39 @@ def make_metric_table(section: Section, panel: Panel, mode: str, metric: str) ->
     return table.drop_empty_columns() if any(cell.text for row in table.rows for cell in row[1:]) else None
 
 
-def group_failures(panel: Panel, mode: str) -> list[FailureGroup]:
+def make_history_table(
+    section: Section, panel: Panel, mode: str, runs: Mapping[str, Mapping[str, Any]]
+) -> Table | None:
+    """Returns a table of the operator's times in several runs, oldest first; None if no case has several.
+
+    Times of earlier code are among them: a history is there to show what changed.
+    """
+    times: dict[str, dict[str, str]] = {}
+    for x, point in panel.at(mode).get(section.emphasis, {}).items():
+        records = [r for r in (*point.earlier, point.record) if r.run and r.status == "ok" and r.ms]
+        if len({record.run for record in records}) > 1:
+            for record in records:
+                times.setdefault(record.run, {})[f"{section.x} = {spell(x)}"] = format_number(record.ms)
+    if not times:
+        return None
+    started = {run: str(runs.get(run, {}).get("started", "")) for run in times}
+    names = list(dict.fromkeys(name for run in times.values() for name in run))
+    rows = [
+        [started[run][5:19].replace("T", " ") or run, str(runs.get(run, {}).get("commit", ""))[:10]]
+        + [times[run].get(name, "") for name in names]
+        for run in sorted(times, key=lambda run: started[run])
+    ]
+    return Table.of(["run", "commit", *names], rows, words=2)
+
+
+def group_failures(section: Section, panel: Panel, mode: str) -> list[FailureGroup]:
     """Group the results without a speed, or with a doubtful one, by reason."""
     found: dict[tuple[str, str, str], list[Any]] = {}
     for point in panel.points:
         if point.record.mode == mode and point.badge != "ok":
             found.setdefault((point.badge, point.record.provider, point.reason), []).append(point.x)
     return [
-        FailureGroup(state, provider, ", ".join(spell(x) for x in sort_xs(places)), reason)
+        FailureGroup(state, provider, ", ".join(map(spell, sort_xs(places))), reason, section.is_peer(provider))
         for (state, provider, reason), places in found.items()
     ]
 
@@ -137,11 +164,15 @@ def _make_table(section: Section, panel: Panel, mode: str, cell: Callable[[Point
     rows = []
     for x in panel.xs(mode):
         cells = [cell(lines[name][x]) if x in lines[name] else Cell("") for name in names]
-        marked = [replace(c, ours=name == section.emphasis) for name, c in zip(names, cells, strict=True)]
+        ours = section.emphasis if not section.definition else None
+        marked = [
+            replace(c, ours=name == ours, peer=section.is_peer(name)) for name, c in zip(names, cells, strict=True)
+        ]
         rows.append([Cell(spell(x)), *marked])
     return Table([section.x, *names], rows)
 
 
 def _format_rate(point: Point | None, field: str, scale: float) -> Cell:
     value = getattr(point.record, field) if point and point.ms else None
-    return Cell(f"{value / point.ms / scale:.3g}" if point and point.ms and value else "")
+    rate = value / point.ms / scale if point and point.ms and value else 0.0
+    return Cell((f"{rate:.3g}" if rate < 999.5 else f"{rate:.0f}") if rate else "")
