@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom.errors import ArgumentError, BackendError
+from warploom.errors import ArgumentError, BackendError, DtypeError
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -540,6 +540,39 @@ def test_rotary_positions_that_it_cannot_turn(monkeypatch: pytest.MonkeyPatch) -
         integration.patch_rotary(ours)
     assert list(ours.modules()) == modules
     assert file.apply_rotary_pos_emb is backwards
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_attention_and_rotary_positions_at_once(name: str, place: str) -> None:
+    eager, _ = pair_of(name)
+    ours = copy.deepcopy(eager)
+    integration.apply(ours)
+    integration.apply(ours)  # and again
+    assert ours.config._attn_implementation == "warploom"
+    assert sum(type(module).__name__ == "PatchedRotary" for module in ours.modules()) == 1
+    wanted, got = (loss_of(model, ids_of(), PLACES[place])[0] for model in (eager, ours))
+    close(got, wanted)
+    if place == "plain":
+        options = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(ours.generate(ids_of(), **options), eager.generate(ids_of(), **options))
+        integration.unpatch_rotary(ours)
+        ours.set_attn_implementation("eager")
+        assert torch.equal(loss_of(ours, ids_of(), {})[0], wanted)
+
+
+def test_models_that_attention_and_rotary_positions_cannot_be_applied_to() -> None:
+    with pytest.raises(DtypeError, match="apply: model must be a model of transformers; got Linear"):
+        integration.apply(torch.nn.Linear(2, 2))
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=16, **sizes))
+    with pytest.raises(ArgumentError, match="uses transformers' attention interface; got BloomForCausalLM"):
+        integration.apply(bloom)
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(hidden_size=16, **sizes))
+    before = gpt2.config._attn_implementation
+    with pytest.raises(ArgumentError, match="with a rotary embedding"):
+        integration.apply(gpt2)
+    assert gpt2.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("after", [False, True])

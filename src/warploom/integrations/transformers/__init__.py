@@ -14,12 +14,12 @@ import functools
 import warnings
 from typing import Any
 
-from warploom.errors import ArgumentError, BackendError, fault
+from warploom.errors import ArgumentError, BackendError, DtypeError, fault
 from warploom.integrations.transformers.attention import attention
 from warploom.integrations.transformers.masks import Visible, import_masking, mask
 from warploom.integrations.transformers.rotary import patch_rotary, unpatch_rotary
 
-__all__ = ["Visible", "patch_rotary", "register", "unpatch_rotary"]
+__all__ = ["Visible", "apply", "patch_rotary", "register", "unpatch_rotary"]
 
 
 def register(name: str = "warploom") -> None:
@@ -75,6 +75,45 @@ def register(name: str = "warploom") -> None:
     masks.AttentionMaskInterface.register(name, mask)
     _names.add(name)
     _watch_models()
+
+
+def apply(model: Any, name: str = "warploom") -> None:
+    """Let a model of transformers attend and rotate queries and keys by warploom.
+
+    It does `register`, `patch_rotary` and ``model.set_attn_implementation(name)``. To undo it, call
+    `unpatch_rotary` and ``model.set_attn_implementation("sdpa")``.
+
+    Args:
+        model: A model of transformers. Changed in place.
+        name: Name of the implementation, see `register`.
+
+    Raises:
+        BackendError: transformers is not installed, or has no interface for attention.
+        DtypeError: ``model`` is no model of transformers.
+        ArgumentError: The model has attention of its own, without the interface, or no rotary embedding that can be
+            patched. The model has not been changed then.
+
+    Example:
+        ```python
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from warploom.integrations import transformers as integration
+
+        config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=128)
+        model = LlamaForCausalLM(config)
+        integration.apply(model)
+        ```
+    """
+    register(name)
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise fault(DtypeError, "apply", "model", "a model of transformers", type(model).__name__)
+    if not model._can_set_attn_implementation():
+        expected = "one that uses transformers' attention interface"
+        raise fault(ArgumentError, "apply", "model", expected, type(model).__name__)
+    patch_rotary(model)
+    model.set_attn_implementation(name)
 
 
 _names: set[str] = set()
