@@ -34,95 +34,43 @@ def refused(error, text, call):
 
 
 def check_what_one_rank_gets_wrong_all_refuse(world):
-    mesh, rank = mesh_of(world), dist.get_rank()
-    odd = rank == world - 1
+    mesh, odd, n = mesh_of(world), dist.get_rank() == world - 1, 8 * world
     q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    attend = context_parallel_attention
-    refused(
-        warploom.ShapeError,
-        "q must be the ranks' parts",
-        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.DeviceError, "k must be on the device of q", lambda: attend(q, k.to("meta") if odd else k, v, mesh)
-    )
-    meta = [x.to("meta") for x in (q, k, v)]
-    refused(
-        warploom.DeviceError,
-        "q must be on this rank's device of the mesh, cpu",
-        lambda: attend(*(meta if odd else (q, k, v)), mesh),
-    )
-    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, causal=odd))
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: attend(q, k, v, mesh, layout="contiguous" if odd else "zigzag"),
-    )
-    refused(
-        warploom.ArgumentError,
-        "layout must be one of",
-        lambda: attend(q, k, v, mesh, layout="ring" if odd else "zigzag"),
-    )
-    refused(
-        warploom.ShapeError,
-        "k must be of as many tokens",
-        lambda: attend(q, k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.BackendError, "backend", lambda: attend(q.double(), k.double(), v.double(), mesh, backend="triton")
-    )
-    refused(warploom.DtypeError, "mesh must be a DeviceMesh", lambda: attend(q, k, v, "cpu"))
-    local = cu(3, 5)
-    refused(
-        warploom.ArgumentError,
-        f"cu_seqlens must be the bounds of the whole, from 0 to at most {8 * world}",
-        lambda: attend(q, k, v, mesh, cu_seqlens=cu(8 * world + 1)),
-    )
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: attend(q, k, v, mesh, cu_seqlens=cu(8, 8 * world - 8) if odd else cu(8 * world)),
-    )
-    refused(
-        warploom.DtypeError,
-        "cu_seqlens must be a tensor",
-        lambda: attend(q, k, v, mesh, cu_seqlens=[0, 8] if odd else cu(8 * world)),
-    )
+    short = [x[:, : 8 - odd] for x in (q, k, v)]
+    meta = [x.to("meta") if odd else x for x in (q, k, v)]
     part = shard_sequence(q, mesh)
-    refused(warploom.ShapeError, "x must be the ranks' parts", lambda: unshard_sequence(part[:, odd:], mesh))
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: unshard_sequence(part.double() if odd else part, mesh),
-    )
-    refused(
-        warploom.ArgumentError,
-        "a call must be the same",
-        lambda: unshard_sequence(q, mesh) if odd else attend(q, k, v, mesh),
-    )
-    refused(warploom.ShapeError, "dim must be an axis", lambda: shard_sequence(q, mesh, dim=4))
-    refused(warploom.ArgumentError, "length must be at least 0", lambda: local_position_ids(-1, mesh))
-    refused(warploom.DtypeError, "length must be an int", lambda: local_position_ids(1.0, mesh))
-    attend = context_parallel_linear_attention
-    refused(
-        warploom.ShapeError,
-        "q must be the ranks' parts",
-        lambda: attend(q[:, : 8 - odd], k[:, : 8 - odd], v[:, : 8 - odd], mesh),
-    )
-    refused(
-        warploom.ArgumentError,
-        "^context_parallel_linear_attention: encoding must be",
-        lambda: attend(q, k, v, mesh, encoding="none" if odd else "no"),
-    )
-    refused(warploom.ArgumentError, "a call must be the same", lambda: attend(q, k, v, mesh, offset=int(odd)))
-    refused(
-        warploom.ArgumentError, "cu_seqlens must be the bounds", lambda: attend(q, k, v, mesh, cu_seqlens=local)
-    )
-    refused(
-        warploom.DeviceError,
-        "q must be on this rank's device of the mesh, cpu",
-        lambda: attend(*(meta if odd else (q, k, v)), mesh),
-    )
+    attend, linear = context_parallel_attention, context_parallel_linear_attention
+    differs = (warploom.ArgumentError, "a call must be the same")
+    not_here = (warploom.DeviceError, "q must be on this rank's device of the mesh, cpu")
+    no_parts = (warploom.ShapeError, "q must be the ranks' parts")
+    not_whole = (warploom.ArgumentError, f"cu_seqlens must be the bounds of the whole, from 0 to at most {n}")
+    for error, text, function, given, options in (
+        (*no_parts, attend, short, {}),
+        (warploom.DeviceError, "k must be on the device of q", attend, (q, meta[1], v), {}),
+        (*not_here, attend, meta, {}),
+        (*differs, attend, (q, k, v), {"causal": odd}),
+        (*differs, attend, (q, k, v), {"layout": "contiguous" if odd else "zigzag"}),
+        (warploom.ArgumentError, "layout must be one", attend, (q, k, v), {"layout": "ring" if odd else "zigzag"}),
+        (warploom.ShapeError, "k must be of as many tokens", attend, (q, *short[1:]), {}),
+        (warploom.BackendError, "backend", attend, (q.double(), k.double(), v.double()), {"backend": "triton"}),
+        (*not_whole, attend, (q, k, v), {"cu_seqlens": cu(n + 1)}),
+        (*differs, attend, (q, k, v), {"cu_seqlens": cu(8, n - 8) if odd else cu(n)}),
+        (warploom.DtypeError, "cu_seqlens must be a", attend, (q, k, v), {"cu_seqlens": [0, 8] if odd else cu(n)}),
+        (warploom.ShapeError, "x must be the ranks' parts", unshard_sequence, (part[:, odd:],), {}),
+        (*differs, unshard_sequence, (part.double() if odd else part,), {}),
+        (*differs, *((unshard_sequence, (q,)) if odd else (attend, (q, k, v))), {}),
+        (warploom.ShapeError, "dim must be an axis", shard_sequence, (q,), {"dim": 4}),
+        (warploom.ArgumentError, "length must be at least 0", local_position_ids, (-1,), {}),
+        (warploom.DtypeError, "length must be an int", local_position_ids, (1.0,), {}),
+        (*no_parts, linear, short, {}),
+        (warploom.ArgumentError, "^context_parallel_linear_attention: encoding must be", linear, (q, k, v),
+         {"encoding": "none" if odd else "no"}),
+        (*differs, linear, (q, k, v), {"offset": int(odd)}),
+        (warploom.ArgumentError, "cu_seqlens must be the bounds", linear, (q, k, v), {"cu_seqlens": cu(3, 5)}),
+        (*not_here, linear, meta, {}),
+    ):  # fmt: skip
+        refused(error, text, lambda: function(*given, mesh, **options))  # noqa: B023
+    refused(*NOT_A_MESH, lambda: attend(q, k, v, "cpu"))
     attention_case(world, causal=True)  # and the next call is right
 
 

@@ -70,21 +70,21 @@ def _without_names_of_constants(lines: Sequence[str]) -> Iterator[str]:
     yield from sorted(values)
 
 
+def digest(build: Any, arch: int) -> str:
+    """Returns a digest of a kernel variant: equal ones compile to equal machine code."""
+    text = f"{first_form(build, arch)}\n{sorted(build.options.items())}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def digests(operator: str, arch: int) -> dict[str, str]:
     """Returns a name for each variant that an operator's cases launch on an architecture, by its digest."""
     from warploom.ops import operators
     from warploom.testing.build import record
 
-    found = {}
-    for _, build in record([operators()[operator]], arch):
-        text = f"{first_form(build, arch)}\n{sorted(build.options.items())}"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        found[digest] = f"{build.function.__name__} sm_{arch} {operator}: {build.variant}"
-    return found
-
-
-def _digests(job: tuple[str, int]) -> dict[str, str]:
-    return digests(*job)
+    return {
+        digest(build, arch): f"{build.function.__name__} sm_{arch} {operator}: {build.variant}"
+        for _, build in record([operators()[operator]], arch)
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.operator or list(operators())
     jobs = [(name, arch) for name in names for arch in options.arch]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        of_jobs = pool.map(_digests, jobs, chunksize=1)
+        of_jobs = pool.starmap(digests, jobs, chunksize=1)
     found = {f"{name} {arch}": digests for (name, arch), digests in zip(jobs, of_jobs, strict=True)}
     if options.action == "save":
         options.file.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compare_builds import first_form
+from compare_builds import digest
 
 ROOT = Path(__file__).parents[1]
 FILE = "records.jsonl"
@@ -69,17 +68,12 @@ def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]]
     return planned, builds
 
 
-def code_of(build: Any, arch: int) -> str:
-    """Returns a digest of the first form that the compiler gives a build; equal forms are equal machine code."""
-    return hashlib.sha256(first_form(build, arch).encode()).hexdigest()
-
-
 _builds: dict[str, Any] = {}
 
 
 def _compile(name: str) -> tuple[str, str]:
     try:
-        return name, code_of(*_builds[name])
+        return name, digest(*_builds[name])
     except Exception as error:  # of the compiler: what does not compile equals nothing
         return name, f"{type(error).__name__} {os.getpid()} {name}"
 
