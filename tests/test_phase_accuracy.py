@@ -47,7 +47,7 @@ def test_the_guide_shows_what_is_stored(tmp_path: Path) -> None:
     committed = GUIDE.read_text(encoding="utf-8")
     copy = tmp_path / "README.md"
     copy.write_text(committed, encoding="utf-8")
-    phase_accuracy.update(copy, [ROOT / "results" / "h100" / phase_accuracy.FILE])
+    phase_accuracy.update(copy, ROOT / "results" / "h100" / phase_accuracy.FILE)
     assert copy.read_text(encoding="utf-8") == committed
 
 
@@ -66,9 +66,9 @@ def test_the_command_stores_the_table_and_rewrites_the_section(
 
     file = tmp_path / phase_accuracy.FILE
     stale = json.loads(file.read_text(encoding="utf-8")) | {"fingerprint": "other"}
-    phase_accuracy.save_phase(tmp_path, stale)
+    file.write_text(json.dumps(stale))
     monkeypatch.setattr(phase_accuracy, "_fingerprint", lambda: "present")  # in the interpreter it is not known
-    phase_accuracy.update(copy, [file])
+    phase_accuracy.update(copy, file)
     assert "There is no measurement of the present code yet" in copy.read_text(encoding="utf-8")
     copy.write_text("no marks", encoding="utf-8")
     with pytest.raises(ArgumentError, match="must hold the marks"):

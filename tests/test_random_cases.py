@@ -32,7 +32,6 @@ from random_cases import (
     Plan,
     Source,
     arrays,
-    command,
     families,
     function_of,
     judging,
@@ -48,7 +47,6 @@ from random_cases import (
 from random_cases.arrays import KINDS, Array, Memory
 from random_cases.calls import make_call
 from random_cases.choices import Choices
-from random_cases.command import report_of
 from random_cases.families import FAMILIES
 
 from warploom.errors import ArgumentError
@@ -71,7 +69,7 @@ def test_random_calls_are_right(operator: str, request: pytest.FixtureRequest) -
     outcome = search(plan)
     print(f"seed {SEED}: {outcome.describe()}")
     faults = outcome.unknown(plan.device)
-    assert not faults, report_of(faults[0], plan, seconds=20.0)
+    assert not faults, random_calls.report_of(faults[0], plan, seconds=20.0)
     assert sum(tally.cases for tally in outcome.tallies.values()) > 0
 
 
@@ -594,7 +592,7 @@ def test_a_search_that_finds_nothing_ends_well(
 ) -> None:
     """On a CPU, of which no kernel is asked."""
     if not backend:
-        monkeypatch.setattr(command, "can_run_kernels", lambda device: False)
+        monkeypatch.setattr(random_calls, "can_run_kernels", lambda device: False)
     words = f"lrpe_cosine --seconds 0.5 --seed 4 {backend} --device cpu"
     assert random_calls.main(words.split()) == 0
     out = capsys.readouterr().out.splitlines()
@@ -620,11 +618,11 @@ def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureF
 @pytest.mark.seldom(3)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_kernels_of_random_calls_are_compiled() -> None:
-    tool = Path(__file__).parents[1] / "tools" / "random_builds.py"
+    tool = Path(__file__).parents[1] / "tools" / "random_calls.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, tool, *words]
+        command = [sys.executable, tool, "--compile", "90", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
     done = run("lrpe-cosine", "--seconds", "1", "--seed", "1")
@@ -633,6 +631,7 @@ def test_kernels_of_random_calls_are_compiled() -> None:
     assert int(found[1]) > 0
     assert done.returncode == 0
     assert run("flash").returncode == 2
+    assert "--compile 33: expected one of 80" in run("--compile", "33").stderr
 
 
 def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:

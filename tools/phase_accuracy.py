@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from warploom.bench.fingerprint import UNKNOWN, of_calls
 from warploom.bench.storage import replace_text
 from warploom.runtime.backend import Backend, use_triton
 
-__all__ = ["FILE", "GUIDE", "measure_phase", "phase_section", "save_phase", "update"]
+__all__ = ["FILE", "GUIDE", "measure_phase", "update"]
 
 GUIDE = Path(__file__).parents[1] / "src" / "warploom" / "ops" / "lrpe" / "README.md"
 FILE = "accuracy.json"
@@ -94,20 +93,6 @@ def _cos_sin(angle: torch.Tensor) -> torch.Tensor:
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
-def save_phase(folder: Path, measured: dict[str, Any]) -> Path:
-    """Write what `measure_phase` returned into a folder of results; returns the file."""
-    file = folder / FILE
-    replace_text(file, json.dumps(measured, indent=2) + "\n")
-    return file
-
-
-def phase_section(files: Sequence[Path]) -> str:
-    """A Markdown table for each stored measurement; one of other code than the present is left out."""
-    measured = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    fresh = [one for one in measured if _fingerprint() in (one["fingerprint"], UNKNOWN)]
-    return "\n\n".join(map(phase_table, fresh)) or "There is no measurement of the present code yet."
-
-
 def phase_table(measured: dict[str, Any]) -> str:
     """One measurement as Markdown, and a line that says what it is."""
     rows = [
@@ -122,20 +107,24 @@ def phase_table(measured: dict[str, Any]) -> str:
     return f"{markdown_table(['base', 'position', *_METHODS.values()], rows, words=0)}\n\n{said}"
 
 
-def update(readme: Path, files: Sequence[Path]) -> None:
-    """Rewrite the section between the marks of a file.
+def update(readme: Path, file: Path) -> None:
+    """Rewrite the section between the marks of a text by what is stored in a file, if that is of the present code.
 
     Raises:
-        ArgumentError: The file lacks a mark.
+        ArgumentError: The text lacks a mark.
     """
-    replace_between(readme, BEGIN, END, phase_section(files))
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    is_fresh = _fingerprint() in (measured["fingerprint"], UNKNOWN)
+    section = phase_table(measured) if is_fresh else "There is no measurement of the present code yet."
+    replace_between(readme, BEGIN, END, section)
 
 
 def main(folder: Path, backend: Any = "auto") -> int:
     """Measure, and write what was measured; returns the exit status."""
     measured = measure_phase(torch.device("cuda" if torch.cuda.is_available() else "cpu"), backend)
     print(phase_table(measured))
-    update(GUIDE, [save_phase(folder, measured)])
+    replace_text(folder / FILE, json.dumps(measured, indent=2) + "\n")
+    update(GUIDE, folder / FILE)
     return 0
 
 

@@ -567,18 +567,17 @@ def draw(section: Section, gpu: str) -> str:
             break
     several = wanted or section.panels
     panel = max(several, key=lambda panel: (_times(panel, section), panel.parameters.get("head_dim", 0)))
-    columns = [(panel, mode) for mode in MODES if mode in panel.modes]
-    drawn = [(panel, mode, make_charts(section, panel, mode)[::-1]) for panel, mode in columns]
-    drawn = [(panel, mode, [chart for chart in charts if chart.unit != "MiB"]) for panel, mode, charts in drawn]
-    drawn = [column for column in drawn if column[2]]
-    if not drawn:
+    columns = {}
+    for mode in (mode for mode in MODES if mode in panel.modes):
+        if charts := [chart for chart in make_charts(section, panel, mode)[::-1] if chart.unit != "MiB"]:
+            columns[format_mode(mode)] = charts
+    if not columns:
         return ""
     title = section.title
-    if drawn[0][0].labels:  # one column has no room for both
-        title = drawn[0][0].label if len(drawn) == 1 else f"{title}: {drawn[0][0].label}"
+    if panel.labels:  # one column has no room for both
+        title = panel.label if len(columns) == 1 else f"{title}: {panel.label}"
     styles = choose_looks(sorted(section.providers), section.emphasis)
-    heads = [format_mode(mode) for _, mode, _ in drawn]
-    return render_picture([c for _, _, c in drawn], heads, f"{title}, {gpu}", styles)
+    return render_picture([*columns.values()], [*columns], f"{title}, {gpu}", styles)
 
 
 # ----------------------------------------------------------------------------------------------------------
