@@ -157,8 +157,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert (tmp_path / "operators" / name / "index.html").is_file()
     writing = (tmp_path / "writing-an-operator" / "index.html").read_text(encoding="utf-8")
     assert writing.count("forward_kernel") > 1  # the example's files are part of the page
-    reference = (tmp_path / "reference" / "operators" / "index.html").read_text(encoding="utf-8")
+    pages = (tmp_path / "reference").glob("*/index.html")
+    reference = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert all(f'id="warploom.{name}"' in reference for name in warploom.__all__ if name[0].islower())
+    for module in ("warploom.nn", "warploom.distributed", "warploom.bench", "warploom.errors"):
+        for name in importlib.import_module(module).__all__:
+            thing = getattr(importlib.import_module(module), name)
+            described = getattr(thing, "__module__", "").startswith("warploom")  # and no alias of another's type
+            assert not described or f'id="{module}.{name}"' in reference, f"{module}.{name} is on no page"
 
 
 # Docstrings

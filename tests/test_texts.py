@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import texts
+from diagrams import DIAGRAMS
 from overview import draw_overview
 from test_report import GPU, make_records
 
@@ -259,6 +260,11 @@ def test_the_overview_shows_what_is_won_level_and_lost() -> None:
         assert (rows.count('fill="none"'), rows.count("<path")) == (level, slower)
         assert f">{slower} / 3<" in rows
     assert "RoPE" not in draw_overview([])
+
+
+def test_diagrams_are_what_the_tool_draws() -> None:
+    for name, draw_diagram in DIAGRAMS.items():
+        assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text(encoding="utf-8") == draw_diagram(), name
 
 
 def test_every_picture_is_shown_somewhere() -> None:

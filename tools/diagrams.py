@@ -1,0 +1,230 @@
+"""Draw the pictures of pipelines in the engineering notes: ``python tools/diagrams.py`` writes ``docs/figures``.
+
+They are readable on light and dark pages: the background is the page's, and text has a grey for both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+
+from warploom.bench.storage import replace_text
+from warploom.report.palette import MUTED
+
+__all__ = ["DIAGRAMS"]
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+BLUE, ORANGE, GREEN, GREY = "#1f7fc4", "#d55e00", "#009e73", "#808080"
+"""Products on tensor cores, other arithmetic, copies, memory."""
+
+
+class Drawing:
+    """Boxes, words and arrows on a page of a size."""
+
+    def __init__(self, width: int, height: int, about: str) -> None:
+        self.width, self.height, self.about = width, height, about
+        self.parts: list[str] = []
+
+    def words(
+        self, x: float, y: float, words: str, anchor: str = "start", points: int = 13, bold: bool = False
+    ) -> None:
+        """Write a line of text."""
+        weight = ' font-weight="bold"' if bold else ""
+        look = f'text-anchor="{anchor}" font-size="{points}" fill="{MUTED}"{weight}'
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" {look}>{escape(words)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str, *lines: str) -> None:
+        """Draw a box with lines of text in its middle."""
+        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4"'
+        self.parts.append(f'<rect {place} fill="{colour}" fill-opacity=".15" stroke="{colour}"/>')
+        for index, line in enumerate(lines):
+            middle = y + height / 2 + 4.5 + 16 * (index - (len(lines) - 1) / 2)
+            self.words(x + width / 2, middle, line, "middle")
+
+    def arrow(self, *points: tuple[float, float], colour: str = MUTED, dashed: bool = False) -> None:
+        """Draw a line through points with a head at its end."""
+        path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
+        (x0, y0), (x, y) = points[-2:]
+        length = ((x - x0) ** 2 + (y - y0) ** 2) ** 0.5
+        dx, dy = (x - x0) / length, (y - y0) / length
+        left, right = (x - 8 * dx - 4 * dy, y - 8 * dy + 4 * dx), (x - 8 * dx + 4 * dy, y - 8 * dy - 4 * dx)
+        head = f"M{x:g} {y:g}L{left[0]:g} {left[1]:g}L{right[0]:g} {right[1]:g}z"
+        dots = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dots}/>')
+        self.parts.append(f'<path d="{head}" fill="{colour}"/>')
+
+    def render(self) -> str:
+        """Returns the file."""
+        size = f'viewBox="-2 0 {self.width + 4} {self.height}" width="{self.width}" height="{self.height}"'
+        head = f'{size} role="img" aria-label="{escape(self.about)}" font-family="sans-serif"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {head}>\n' + "\n".join(self.parts) + "\n</svg>\n"
+
+
+def draw_hopper_forward() -> str:
+    """Three roles over time: while one group has its softmax, the products of the other run."""
+    d = Drawing(
+        720,
+        208,
+        "The forward on Hopper: a warp copies, two groups of warps multiply and have their softmax in turns",
+    )
+    step, left = 112, 130
+    for y, name, more in (
+        (44, "copying warp", "TMA"),
+        (92, "warp group 0", "64 queries"),
+        (140, "warp group 1", "64 queries"),
+    ):
+        d.words(0, y + 13, name, bold=True)
+        d.words(0, y + 29, more, points=12)
+    for i in range(5):
+        x = left + i * step
+        d.box(x, 44, step - 34, 34, GREEN, f"K{9 - i}, V{9 - i}")
+        d.words(x + step - 30, 66, "…" if i == 4 else "", points=12)
+        groups = (92, 140) if i % 2 == 0 else (140, 92)
+        d.box(x, groups[0], step - 4, 34, ORANGE, "softmax")
+        d.box(x, groups[1], step - 4, 34, BLUE, "Q Kᵀ, P V")
+    d.words(
+        left,
+        24,
+        "Q Kᵀ is of the next tile, P V of the last: both are in flight during the other's softmax",
+        points=12,
+    )
+    d.arrow((left, 192), (700, 192))
+    d.words(0, 196, "time")
+    return d.render()
+
+
+def draw_hopper_backward() -> str:
+    """The kernel of five products, for one tile of queries in the loop of a program."""
+    d = Drawing(
+        720, 330, "The backward on Hopper in one kernel: five products, and sums of dQ that are added in order"
+    )
+    d.words(0, 16, "Loop over tiles of queries, from the last to the first; a program owns 128 keys", bold=True)
+    d.box(0, 34, 110, 44, GREEN, "copying warp", "Q, dO by TMA")
+    for y, name, keys in ((100, "group 0", "64 keys"), (200, "group 1", "64 keys")):
+        d.words(0, y + 22, name, bold=True)
+        d.words(0, y + 38, f"{keys}: K, V in", points=12)
+        d.words(0, y + 54, "shared memory", points=12)
+        d.box(120, y, 104, 66, BLUE, "(1) S = Q Kᵀ", "(2) dP = dO Vᵀ")
+        d.box(250, y, 112, 66, ORANGE, "P = exp(S − lse)", "dS = P ⊙ (dP − δ)")
+        d.box(388, y, 128, 66, BLUE, "(3) dV += Pᵀ dO", "(4) dK += dSᵀ Q")
+        d.box(560, y, 150, 66, BLUE, "(5) half of dQ tile", "dS K, a step later")
+        d.arrow((224, y + 33), (250, y + 33))
+        d.arrow((362, y + 33), (388, y + 33))
+        d.arrow((516, y + 33), (560, y + 33))
+    d.arrow((110, 48), (172, 48), (172, 100))
+    d.arrow((110, 64), (115, 64), (115, 184), (172, 184), (172, 200))
+    d.words(392, 189, "dSᵀ of both groups, by shared memory", "end", 12)
+    d.arrow((400, 184), (538, 184), (538, 146), (560, 146), colour=ORANGE, dashed=True)
+    d.arrow((538, 184), (538, 220), (560, 220), colour=ORANGE, dashed=True)
+    d.box(388, 286, 128, 36, GREY, "dK, dV at the end")
+    d.box(560, 286, 150, 36, GREY, "dQ, float32, L2")
+    d.arrow((452, 266), (452, 286))
+    d.arrow((635, 266), (635, 286))
+    d.words(370, 302, "a warp adds by TMA when the counter of the", "end", 12)
+    d.words(370, 317, "tile has its number: always the same order", "end", 12)
+    return d.render()
+
+
+def draw_chunks() -> str:
+    """The cache of one request, cut into chunks that are joined in a fixed order."""
+    d = Drawing(
+        720,
+        236,
+        "Decoding: a cache is cut into chunks by its length, which are joined in an order that no batch changes",
+    )
+    d.words(0, 16, "Keys and values of one request, cut by its own length alone", bold=True)
+    for i in range(8):
+        x = i * 88
+        d.box(x, 30, 82, 32, GREEN, f"chunk {i}")
+        d.arrow((x + 41, 62), (x + 41, 82))
+        d.box(x, 82, 82, 32, ORANGE, "m, l, o")
+    for i in range(2):
+        x = i * 352
+        for j in range(4):
+            d.arrow((x + j * 88 + 41, 114), (x + 173, 150))
+        d.box(x + 116, 150, 114, 32, BLUE, "join, in order")
+        d.arrow((x + 173, 182), (349, 206))
+    d.box(292, 206, 114, 28, BLUE, "join: the result")
+    d.words(420, 224, "one program or many: the same joins, the same bits", points=12)
+    return d.render()
+
+
+def draw_linear_chunk() -> str:
+    """A tile of linear attention: pairs within, the state for what was before."""
+    d = Drawing(
+        720,
+        250,
+        "Linear attention: a tile sees itself as pairs, what was before as a state, and hands the state on",
+    )
+    d.words(60, 16, "one tile of tokens", bold=True)
+    d.box(60, 30, 104, 40, GREEN, "load q, k, v")
+    d.box(204, 30, 160, 40, ORANGE, "encode: φ(q), φ(k)")
+    d.box(440, 30, 200, 40, BLUE, "S ← λ S + φ(K)ᵀ V")
+    d.box(0, 104, 92, 44, GREY, "state S", "registers")
+    d.box(130, 104, 140, 44, BLUE, "φ(Q) S", "what was before")
+    d.box(300, 104, 160, 44, BLUE, "(φ(Q) φ(K)ᵀ ⊙ λ) V", "within the tile")
+    d.box(490, 104, 100, 44, GREY, "state for", "the next tile")
+    d.box(235, 178, 100, 34, ORANGE, "o = sum")
+    d.arrow((164, 50), (204, 50))
+    d.arrow((364, 50), (440, 50))
+    d.arrow((250, 70), (200, 104))
+    d.arrow((318, 70), (380, 104))
+    d.arrow((92, 126), (130, 126))
+    d.arrow((200, 148), (265, 178))
+    d.arrow((380, 148), (305, 178))
+    d.arrow((540, 70), (540, 104))
+    d.words(
+        0,
+        240,
+        "Where heads are few, chunks run in parallel: a kernel makes the sum of each, a scan hands states over.",
+        points=12,
+    )
+    return d.render()
+
+
+def draw_factors() -> str:
+    """Attention over factors: formed once, attended, and taken back to factors."""
+    d = Drawing(
+        720, 236, "Tensor-product attention in training: factors are formed to Q, K, V for the time of a call"
+    )
+    d.words(0, 16, "forward", bold=True)
+    d.box(0, 30, 130, 56, GREY, "six factors", "kept by autograd")
+    d.box(178, 30, 140, 56, ORANGE, "product_kernel", "one launch")
+    d.box(366, 30, 118, 56, GREY, "Q, K, V", "for this call")
+    d.box(532, 30, 188, 56, BLUE, "flash attention's", "forward kernel → o")
+    d.words(0, 130, "backward", bold=True)
+    d.box(0, 144, 130, 56, GREY, "gradients of", "six factors")
+    d.box(178, 144, 140, 56, ORANGE, "factor_kernel")
+    d.box(366, 144, 118, 56, GREY, "dQ, dK, dV", "Q, K, V again")
+    d.box(532, 144, 188, 56, BLUE, "flash attention's", "backward kernels ← do")
+    for x, width in ((130, 48), (318, 48), (484, 48)):
+        d.arrow((x, 58), (x + width, 58))
+        d.arrow((x + width, 172), (x, 172))
+    d.arrow((626, 86), (626, 144), dashed=True)
+    d.words(618, 120, "o, row_max, row_sum", "end", 12)
+    d.words(
+        0, 228, "Both kernels of ours are bound by memory; nothing is of the size of queries by keys.", points=12
+    )
+    return d.render()
+
+
+DIAGRAMS: Mapping[str, Callable[[], str]] = {
+    "hopper_forward": draw_hopper_forward,
+    "hopper_backward": draw_hopper_backward,
+    "decoding_chunks": draw_chunks,
+    "linear_attention_tile": draw_linear_chunk,
+    "tpa_factors": draw_factors,
+}
+
+
+def main() -> int:
+    """Write all; returns the exit status."""
+    for name, draw in DIAGRAMS.items():
+        replace_text(FIGURES / f"{name}.svg", draw())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
