@@ -1,4 +1,4 @@
-"""Draw the pictures of pipelines in the engineering notes: ``python tools/diagrams.py`` writes ``docs/figures``.
+"""Draw the pictures of pipelines: ``python tools/diagrams.py`` writes them to ``docs/figures``.
 
 They are readable on light and dark pages: the background is the page's, and text has a grey for both.
 """
@@ -42,6 +42,13 @@ class Drawing:
         for index, line in enumerate(lines):
             middle = y + height / 2 + 4.5 + 16 * (index - (len(lines) - 1) / 2)
             self.words(x + width / 2, middle, line, "middle")
+
+    def card(self, x: float, y: float, width: float, height: float, colour: str, title: str, *lines: str) -> None:
+        """Draw a box with a title and lines of text at its left."""
+        self.box(x, y, width, height, colour)
+        self.words(x + 12, y + 22, title, points=14, bold=True)
+        for index, line in enumerate(lines):
+            self.words(x + 12, y + 41 + 17 * index, line, points=12)
 
     def arrow(self, *points: tuple[float, float], colour: str = MUTED, dashed: bool = False) -> None:
         """Draw a line through points with a head at its end."""
@@ -210,7 +217,95 @@ def draw_factors() -> str:
     return d.render()
 
 
+def draw_architecture() -> str:
+    """The way of one call to the GPU and back."""
+    d = Drawing(900, 520, "A call's way from lrpe_rotate to the GPU and back through autograd")
+    d.card(0, 8, 250, 62, BLUE, "lrpe_rotate(x, theta)", "ops/lrpe/api.py: signature, docstring")
+    d.card(
+        0,
+        112,
+        250,
+        172,
+        BLUE,
+        "Function",
+        "runtime/dispatch.py",
+        "1  guard: like one of the last calls?",
+        "2  key: like an earlier kind of call?",
+        "3  validation.py: is the call right,",
+        "     and can the kernels run it?",
+        "4  backend.py: which backend?",
+    )
+    d.card(340, 8, 230, 62, GREY, "Reference", "ops/lrpe/reference.py, in PyTorch")
+    d.card(340, 112, 230, 62, GREY, "torch.ops.warploom.lrpe", "registered: schema, fake, vmap")
+    d.card(340, 214, 230, 70, BLUE, "Operator", "ops/lrpe/operator.py: forward,", "what is saved, backward")
+    d.card(
+        0,
+        346,
+        250,
+        86,
+        BLUE,
+        "Launch plans",
+        "ops/lrpe/engine.py, configs.py:",
+        "sizes, strides, tiles; kept in",
+        "runtime/plans.py",
+    )
+    d.card(
+        340,
+        346,
+        230,
+        86,
+        BLUE,
+        "Launch",
+        "runtime/launch.py: arguments by",
+        "name; runtime/entry.py: Triton's",
+        "short entry",
+    )
+    d.card(660, 346, 236, 86, GREEN, "Kernels", "ops/lrpe/triton/", "device/: what operators share")
+    d.card(
+        660,
+        112,
+        236,
+        172,
+        ORANGE,
+        "Autograd",
+        "runtime/dispatch.py: one function",
+        "for all operators. It saves what",
+        "the operator says, and hands the",
+        "gradient to the operator's",
+        "backward, plain or registered",
+    )
+    d.arrow((125, 70), (125, 112))
+    d.arrow((250, 132), (296, 132), (296, 39), (340, 39))
+    d.words(304, 98, "backend torch", points=12)
+    d.arrow((250, 152), (340, 152))
+    d.arrow((250, 249), (340, 249))
+    d.words(262, 243, "plain", points=12)
+    d.arrow((455, 174), (455, 214))
+    d.words(463, 190, "under a compiler,", points=12)
+    d.words(463, 205, "a mode or a transform", points=12)
+    d.arrow((455, 284), (455, 316), (125, 316), (125, 346))
+    d.words(190, 310, "an unknown call: planned once", points=12)
+    d.arrow((250, 389), (340, 389))
+    d.arrow((570, 389), (660, 389))
+    d.words(596, 383, "GPU", points=12)
+    d.arrow((660, 249), (570, 249), colour=ORANGE, dashed=True)
+    d.arrow((778, 346), (778, 284), colour=ORANGE, dashed=True)
+    d.words(786, 320, "results", points=12)
+    d.words(
+        0,
+        474,
+        "Solid: a call on its way to the GPU. Dashed: results, and the gradient on its way back by the operator,",
+    )
+    d.words(
+        0,
+        494,
+        "the same plans and the same launches. A call like one of the last few goes from 1 straight to the launch.",
+    )
+    return d.render()
+
+
 DIAGRAMS: Mapping[str, Callable[[], str]] = {
+    "architecture": draw_architecture,
     "hopper_forward": draw_hopper_forward,
     "hopper_backward": draw_hopper_backward,
     "decoding_chunks": draw_chunks,
