@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from warploom.device.hopper import tma
-from warploom.ops.flash_attention.hopper.ordered_sums import count_added, wait_until_added
+from warploom.ops.flash_attention.hopper.backward_fused import count_added, wait_until_added
 from warploom.runtime.launch import Launch, TmaTile
 
 Tensor = torch.Tensor

@@ -22,7 +22,7 @@ from kernel_interpreter.products import in_float32
 from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
 from warploom.device.hopper import tma
 from warploom.ops.flash_attention.hopper import softcap
-from warploom.ops.flash_attention.hopper.ordered_sums import wait_until_added
+from warploom.ops.flash_attention.hopper.backward_fused import wait_until_added
 
 
 class Product(Tensor):

@@ -18,22 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import as_factor, copy_tile, matrix, wait_empty
-from warploom.ops.flash_attention.hopper.exchange import Exchange
+from warploom.device.hopper.pipeline import Ring, as_factor, copy_tile, matrix, new_ring, wait_empty
 from warploom.ops.flash_attention.hopper.masks import own_keys
-from warploom.ops.flash_attention.hopper.ordered_sums import query_in_order
+from warploom.ops.flash_attention.hopper.softmax import transposed_weights_of
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
-    RowRing,
     SplitStrides,
     copy_own,
-    new_row_ring,
     product_layout,
     product_transposed,
     store_tile,
 )
-from warploom.ops.flash_attention.hopper.weights import transposed_weights_of
 from warploom.ops.flash_attention.hopper.work import (
     AttentionCall,
     Scales,
@@ -62,24 +58,38 @@ class KeyKernel(NamedTuple):
     scheduler: Scheduler
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
-    q: RowRing  # with the lse of each row
-    do: RowRing  # with δ
-    weights: gl.tuple | None  # see `backward_shared_dkv.Weights`
-    exchange: Exchange | None
+    q: Ring
+    lses: gl.shared_memory_descriptor  # (stages, rows) float32, beside tiles of q
+    do: Ring
+    deltas: gl.shared_memory_descriptor  # (stages, rows) float32, beside tiles of do
+    weights: gl.tuple | None  # see `backward_shared.Weights`
+    exchange: gl.tuple | None  # see `backward_fused.Exchange`
     dk: Result
     dv: Result
     own_descs: gl.tuple  # of keys and values
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
-    rings: gl.tuple  # q and do, into which these are copied
+    buffers: gl.tuple  # q, lses, do and deltas, as they are copied
     lse: gl.tensor
     delta: gl.tensor
     inverse: gl.tensor | None
     inverses: gl.shared_memory_descriptor | None  # (stages, rows), beside q's lse
-    added: gl.tensor | None  # see `ordered_sums`
+    added: gl.tensor | None  # see `backward_fused.hopper_backward_kernel`
     tiles_added: gl.tensor | None
     call: AttentionCall
+
+
+@gluon.jit
+def query_in_order(i, end, group):
+    """The tile of queries of step ``i`` from ``end − 1`` down, each for all heads of a group, and which of these.
+
+    Programs take tiles of keys from the first to the last, and add to a tile of queries in that order. Each begins with the
+    last queries, which see all keys, and is one step behind the program before. So none waits long, and what they read and
+    add to is in the L2 cache. With one head of a group after the other, the second would begin when the longest loop of the
+    first has ended.
+    """
+    return end - 1 - i // group, i % group
 
 
 @gluon.jit
@@ -103,8 +113,8 @@ def query_of_step(i, begin, end, group, ORDERED: gl.constexpr, TERMS: gl.constex
 @gluon.jit
 def copy_for_keys(config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
-    scheduler, q, do = kernel.scheduler, kernel.rings[0], kernel.rings[1]
-    call, schedule = kernel.call, kernel.call.schedule
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    q, lses, do, deltas = kernel.buffers
     TERMS: gl.constexpr = config.TERMS
     ORDERED: gl.constexpr = config.ORDERED
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -137,11 +147,11 @@ def copy_for_keys(config: gl.constexpr, kernel):
                 row_inverse = gl.load(kernel.inverse + offsets, mask=mask, other=0.0)
             row_delta = gl.load(kernel.delta + offsets, mask=mask, other=0.0)
             stage = wait_empty(q.empty, count)
-            q.row_values.index(stage).store(row_lse)
+            lses.index(stage).store(row_lse)
             if kernel.inverse is not None:
                 kernel.inverses.index(stage).store(row_inverse)
             copy_tile(kernel.q_desc, batch, head, m, q, count, batch_size, TERMS)
-            do.row_values.index(wait_empty(do.empty, count)).store(row_delta)
+            deltas.index(wait_empty(do.empty, count)).store(row_delta)
             copy_tile(kernel.do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
@@ -168,14 +178,14 @@ def query_loop(
         logits = product_transposed((k_tile,), q, count, LAYOUT)  # Sᵀ = K Qᵀ
         dweights = product_transposed((v_tile,), do, count, LAYOUT)  # dPᵀ = V dOᵀ
         logits = warpgroup_mma_wait(1, deps=[logits])
-        row_lse = q.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        row_lse = kernel.lses.index(slot).load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = transposed_weights_of(  # P = 2^(S − lse)
             logits, row_lse, i * BLOCK_M, keys, kernel.call, dtype, MASKED, LAYOUT, config
         )
         factor = as_factor(weights, dtype, OUT_LAYOUT)
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)  # dV += Pᵀ dO
         dweights = warpgroup_mma_wait(1, deps=[dweights])
-        row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+        row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
         dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
         dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)  # dK += dSᵀ Q
         dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
@@ -270,7 +280,7 @@ def hopper_key_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(counters, OWN_STAGES, GROUPS)
-    q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
+    q, do = new_ring(q_tiles, STAGES, GROUPS), new_ring(do_tiles, STAGES, GROUPS)
     fence_async_shared()
     call = AttentionCall(
         lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
@@ -278,8 +288,8 @@ def hopper_key_kernel(
     dk_result = Result(dk, None if config.SPLIT else k_tiles, dk_strides)
     dv_result = Result(dv, None if config.SPLIT else v_tiles, dv_strides)
     kernel = KeyKernel(
-        scheduler, k_tiles, v_tiles, q, do, None, None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, None, None, None,
+        scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, None, dk_result, dv_result,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, None, None, None,
         None, call,
     )  # fmt: skip
     gl.warp_specialize(

@@ -27,6 +27,7 @@ from warploom.ops.flash_attention.hopper.masks import (
     tile_of_step,
     without_first_step,
 )
+from warploom.ops.flash_attention.hopper.softmax import load_row_values, weights_of
 from warploom.ops.flash_attention.hopper.tiles import (
     NARROW_HEAD,
     ROWS,
@@ -43,7 +44,6 @@ from warploom.ops.flash_attention.hopper.tiles import (
     sum_of_pieces,
     unpack_as_operand,
 )
-from warploom.ops.flash_attention.hopper.weights import load_row_values, weights_of
 from warploom.ops.flash_attention.hopper.work import (
     AttentionCall,
     Scales,
@@ -123,76 +123,75 @@ def kv_loop_unpipelined(dq, count, group, own, begin, end, kernel, MASKED: gl.co
 
 
 @gluon.jit
-def compute_for_queries(own: gl.constexpr, IN_REGISTERS: gl.constexpr, config: gl.constexpr, kernel):
-    """Run group number ``own`` of warps of `hopper_query_kernel`. ``IN_REGISTERS``: its queries and gradients stay there."""
-    scheduler, q_tiles, do_tiles = kernel.scheduler, kernel.q_tiles, kernel.do_tiles
-    k, v, call, schedule = kernel.k, kernel.v, kernel.call, kernel.call.schedule
-    STAGES: gl.constexpr = k.full.shape[0]
+def query_gradient(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
+    """Returns the gradient of 64 queries, with the gradient of one tile of keys in flight beside the weights of the next."""
+    scheduler, k, v, call = kernel.scheduler, kernel.k, kernel.v, kernel.call
+    STAGES: gl.constexpr = config.STAGES
     PIECES: gl.constexpr = config.PIECES
-    CAUSAL: gl.constexpr = config.CAUSAL
+    IN_REGISTERS: gl.constexpr = config.GROUPS == 2 and PIECES == 1  # three groups leave no registers for queries
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
-    D: gl.constexpr = q_tiles.shape[4]
+    D: gl.constexpr = kernel.q_tiles.shape[4]
     LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     OUT_LAYOUT: gl.constexpr = product_layout(D)
     dtype: gl.constexpr = k.tiles.dtype
-    tokens = call.lengths.tokens
-    count = 0
-    tiles = tiles_of(schedule)
-    work = receive(scheduler, gl.to_tensor(0))
-    while work.tile < tiles:
-        place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
-        queries = own_queries(place, own, kernel, config)
-        row_lse = load_row_values(kernel.lse, place.row, queries.m, tokens, float("inf"), LAYOUT)
-        row_delta = load_row_values(kernel.delta, place.row, queries.m, tokens, 0.0, LAYOUT)
-        if IN_REGISTERS:
-            q_pieces = (matrix(q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
-            do_tile = matrix(do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
-            mbarrier.arrive(scheduler.empty.index(0))
-        else:
-            q_pieces = pieces_of(q_tiles, own, PIECES)
-            do_tile = matrix(do_tiles, own)
-        dq = empty_sum(PIECES, D, OUT_LAYOUT)
-        logits = product_transposed(q_pieces, k, count, LAYOUT)
-        dweights = product_transposed((do_tile,), v, count, LAYOUT)
-        logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
-        mbarrier.arrive(v.empty.index(count % STAGES))
-        n = first_key(tile_of_step(0, queries, call), queries.seq, call, BLOCK_N)
-        queries = without_first_step(queries, call)
-        weights = weights_of(logits, row_lse, n, queries, call, dtype, True, LAYOUT, config)
-        dlogits = pack_16bit(weights * (dweights - row_delta[:, None]), dtype)
-        count += 1
-        rows = QueryRows(queries, row_lse, row_delta, q_pieces, do_tile)
-        if CAUSAL or call.window is not None:  # otherwise the first step alone has a mask
-            dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.full, queries.end, kernel, True, config)
-        dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.low, queries.full, kernel, False, config)
-        if call.window is not None:
-            dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.begin, queries.low, kernel, True, config)
-        if not IN_REGISTERS:
-            mbarrier.arrive(scheduler.empty.index(0))
-        before = (count + STAGES - 1) % STAGES
-        factor = unpack_as_operand(dlogits, dtype, OUT_LAYOUT)
-        dq = finished(sum_of_pieces(dq, factor, k.tiles, before))
-        mbarrier.arrive(k.empty.index(before))
-        tma.store_wait(0)  # until the tile before has left its buffer
-        batch, head = place.row // schedule.heads, place.row % schedule.heads
-        if PIECES > 1:
-            store_pieces(kernel.dq, dq, call.grad_scale, place.split, batch, head, queries.m, tokens, OUT_LAYOUT)
-        else:
-            store_tile(
-                kernel.dq, dq[0] * call.grad_scale, own, place.split, batch, head, queries.m, tokens, OUT_LAYOUT
-            )
-        work = receive(scheduler, work.number + 1)
-    tma.store_wait(0)
+    if IN_REGISTERS:
+        q_pieces = (matrix(kernel.q_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+        do_tile = matrix(kernel.do_tiles, own).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        mbarrier.arrive(scheduler.empty.index(0))
+    else:
+        q_pieces = pieces_of(kernel.q_tiles, own, PIECES)
+        do_tile = matrix(kernel.do_tiles, own)
+    dq = empty_sum(PIECES, D, OUT_LAYOUT)
+    logits = product_transposed(q_pieces, k, count, LAYOUT)
+    dweights = product_transposed((do_tile,), v, count, LAYOUT)
+    logits, dweights = warpgroup_mma_wait(0, deps=[logits, dweights])
+    mbarrier.arrive(v.empty.index(count % STAGES))
+    n = first_key(tile_of_step(0, queries, call), queries.seq, call, BLOCK_N)
+    queries = without_first_step(queries, call)
+    weights = weights_of(logits, row_lse, n, queries, call, dtype, True, LAYOUT, config)
+    dlogits = pack_16bit(weights * (dweights - row_delta[:, None]), dtype)
+    count += 1
+    rows = QueryRows(queries, row_lse, row_delta, q_pieces, do_tile)
+    if config.CAUSAL or call.window is not None:  # otherwise the first step alone has a mask
+        dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.full, queries.end, kernel, True, config)
+    dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.low, queries.full, kernel, False, config)
+    if call.window is not None:
+        dq, dlogits, count = kv_loop(dq, dlogits, count, rows, queries.begin, queries.low, kernel, True, config)
+    if not IN_REGISTERS:
+        mbarrier.arrive(scheduler.empty.index(0))
+    before = (count + STAGES - 1) % STAGES
+    factor = unpack_as_operand(dlogits, dtype, OUT_LAYOUT)
+    dq = finished(sum_of_pieces(dq, factor, k.tiles, before))
+    mbarrier.arrive(k.empty.index(before))
+    return dq, count
 
 
 @gluon.jit
-def compute_for_wide_queries(own: gl.constexpr, config: gl.constexpr, kernel):
-    """`compute_for_queries` for more than 128 features; results leave through the buffers of the queries."""
+def wide_query_gradient(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
+    """Returns the gradient of 64 queries of more than 128 features."""
+    call = kernel.call
+    D: gl.constexpr = kernel.q_tiles.shape[4]
+    begin, low, full, end = queries.begin, queries.low, queries.full, queries.end
+    dq = gl.zeros([ROWS, D], gl.float32, product_layout(D))
+    rows = QueryRows(queries, row_lse, row_delta, (), None)
+    if call.window is not None or call.seqused_k is not None:
+        dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, begin + 1, kernel, True, config)
+        begin += 1
+    dq, count = kv_loop_unpipelined(dq, count, own, rows, full, end, kernel, True, config)
+    dq, count = kv_loop_unpipelined(dq, count, own, rows, low, full, kernel, False, config)
+    if call.window is not None:
+        dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, low, kernel, True, config)
+    return (dq,), count
+
+
+@gluon.jit
+def compute_for_queries(own: gl.constexpr, config: gl.constexpr, kernel):
+    """Run group number ``own`` of warps of `hopper_query_kernel`. Wide results leave through the buffers of the queries."""
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    CAUSAL: gl.constexpr = config.CAUSAL
     D: gl.constexpr = kernel.q_tiles.shape[4]
     LAYOUT: gl.constexpr = product_layout(kernel.k.tiles.shape[3])
     OUT_LAYOUT: gl.constexpr = product_layout(D)
-    CAUSAL: gl.constexpr = config.CAUSAL
     tokens = call.lengths.tokens
     count = 0
     tiles = tiles_of(schedule)
@@ -200,23 +199,25 @@ def compute_for_wide_queries(own: gl.constexpr, config: gl.constexpr, kernel):
     while work.tile < tiles:
         place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
         queries = own_queries(place, own, kernel, config)
-        begin, low, full, end = queries.begin, queries.low, queries.full, queries.end
-        row_lse = load_row_values(kernel.lse, place.row, queries.m, tokens, float("inf"), LAYOUT)
-        row_delta = load_row_values(kernel.delta, place.row, queries.m, tokens, 0.0, LAYOUT)
-        dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        rows = QueryRows(queries, row_lse, row_delta, (), None)
-        if call.window is not None or call.seqused_k is not None:
-            dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, begin + 1, kernel, True, config)
-            begin += 1
-        dq, count = kv_loop_unpipelined(dq, count, own, rows, full, end, kernel, True, config)
-        dq, count = kv_loop_unpipelined(dq, count, own, rows, low, full, kernel, False, config)
-        if call.window is not None:
-            dq, count = kv_loop_unpipelined(dq, count, own, rows, begin, low, kernel, True, config)
+        m = queries.m
+        row_lse = load_row_values(kernel.lse, place.row, m, tokens, float("inf"), LAYOUT)
+        row_delta = load_row_values(kernel.delta, place.row, m, tokens, 0.0, LAYOUT)
+        if D > NARROW_HEAD:
+            dq, count = wide_query_gradient(queries, row_lse, row_delta, count, own, kernel, config)
+        else:
+            dq, count = query_gradient(queries, row_lse, row_delta, count, own, kernel, config)
+            tma.store_wait(0)  # until the tile before has left its buffer
         batch, head = place.row // schedule.heads, place.row % schedule.heads
-        store_tile(kernel.dq, dq * call.grad_scale, own, place.split, batch, head, queries.m, tokens, OUT_LAYOUT)
-        tma.store_wait(0)
-        mbarrier.arrive(scheduler.empty.index(0))
+        if config.PIECES > 1:
+            store_pieces(kernel.dq, dq, call.grad_scale, place.split, batch, head, m, tokens, OUT_LAYOUT)
+        else:
+            store_tile(kernel.dq, dq[0] * call.grad_scale, own, place.split, batch, head, m, tokens, OUT_LAYOUT)
+        if D > NARROW_HEAD:
+            tma.store_wait(0)
+            mbarrier.arrive(scheduler.empty.index(0))
         work = receive(scheduler, work.number + 1)
+    if D <= NARROW_HEAD:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -262,22 +263,16 @@ def hopper_query_kernel(
         scheduler, q_tiles, do_tiles, k, v, None, None, None, lse, None, delta, None, Result(dq, dq_tiles, dq_strides),
         (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, call,
     )  # fmt: skip
-    if D > NARROW_HEAD:
+    if GROUPS == 2:
         gl.warp_specialize(
-            [(compute_for_wide_queries, (0, config, kernel)), (compute_for_wide_queries, (1, config, kernel)),
+            [(compute_for_queries, (0, config, kernel)), (compute_for_queries, (1, config, kernel)),
              (copy_for_queries, (True, config, kernel))],
             [4, 1], [240, 24],
         )  # fmt: skip
-    elif GROUPS == 2:
+    else:
         gl.warp_specialize(
-            [(compute_for_queries, (0, PIECES == 1, config, kernel)), (compute_for_queries, (1, PIECES == 1, config, kernel)),
-             (copy_for_queries, (True, config, kernel))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
-    else:  # three groups leave no registers for queries
-        gl.warp_specialize(
-            [(compute_for_queries, (0, False, config, kernel)), (compute_for_queries, (1, False, config, kernel)),
-             (compute_for_queries, (2, False, config, kernel)), (copy_for_queries, (True, config, kernel))],
+            [(compute_for_queries, (0, config, kernel)), (compute_for_queries, (1, config, kernel)),
+             (compute_for_queries, (2, config, kernel)), (copy_for_queries, (True, config, kernel))],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip
     if gl.program_id(0) == 0:

@@ -1,6 +1,14 @@
-"""All gradients in one kernel for Hopper, with five products: groups of warps own 64 keys each."""
+"""All gradients in one kernel for Hopper, with five products: groups of warps own 64 keys each.
+
+Groups exchange gradients of logits, from which each forms its part of the gradient of queries. These are added up in device
+memory by all programs, always in the same order: a counter in device memory says how many tiles of keys have been added. A
+program waits until all have that come before it, adds its own, and counts it. `hopper_backward_kernel` says why the waiting
+ends.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,27 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import as_factor, matrix, wait_empty
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys
-from warploom.ops.flash_attention.hopper.exchange import (
-    clear_unused,
-    new_exchange,
-    publish_part,
-    query_gradient,
-    share_dlogits,
-    stage_of,
-)
+from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_empty
+from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys, query_in_order
 from warploom.ops.flash_attention.hopper.masks import OwnKeys, own_keys
-from warploom.ops.flash_attention.hopper.ordered_sums import add_query_gradients
+from warploom.ops.flash_attention.hopper.softmax import weights_and_slopes
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
-    new_row_ring,
     product_layout,
     product_transposed,
     store_tile,
 )
-from warploom.ops.flash_attention.hopper.weights import weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
     AttentionCall,
     Scales,
@@ -47,6 +45,121 @@ from warploom.ops.flash_attention.hopper.work import (
     tiles_of,
     whole_loop,
 )
+
+
+class Exchange(NamedTuple):
+    """Buffers through which groups of warps that own keys form the gradient of queries.
+
+    A group has the gradients of the logits of its 64 keys. The gradient of queries takes those of all keys of a tile: so
+    groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
+    """
+
+    dlogits: gl.shared_memory_descriptor  # (2 · GROUPS, 64, queries), transposed
+    full: gl.shared_memory_descriptor  # two barriers
+    empty: gl.shared_memory_descriptor  # two barriers
+    k_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D)
+    v_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D)
+    parts: gl.shared_memory_descriptor  # (stages · GROUPS, 1, 1, 64, 64) float32
+    part_full: gl.shared_memory_descriptor  # a barrier for each part
+    part_empty: gl.shared_memory_descriptor  # a barrier for each part
+
+
+@gluon.jit
+def new_exchange(dlogits, k_tiles, v_tiles, parts):
+    """An exchange through these buffers, with barriers of its own."""
+    GROUPS: gl.constexpr = k_tiles.shape[0]
+    full, empty = barriers(2), barriers(2)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    part_full, part_empty = barriers(parts.shape[0]), barriers(parts.shape[0])
+    init_each(part_full)
+    init_each(part_empty)
+    return Exchange(dlogits, full, empty, k_tiles, v_tiles, parts, part_full, part_empty)
+
+
+@gluon.jit
+def clear_unused(tile, used):
+    """Make rows of a tile in shared memory zero where keys are not used: there may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    rows = tile.load(LAYOUT)
+    tile.store(gl.where((key < used)[:, None], rows, gl.zeros_like(rows)))
+
+
+@gluon.constexpr_function
+def swapped_layout():
+    """Where a part lies in shared memory for the tensor memory accelerator, by columns as `swap_columns` leaves them."""
+    columns = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
+    rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]  # swizzled by 128 bytes, and row 1 is swapped
+    return gl.SharedLinearLayout([*columns, *rows, [0, 32]])
+
+
+@gluon.jit
+def swap_columns(part):
+    """Swap columns 0 … 15 of every 32 with the others in rows of odd number.
+
+    Half a warp stores 8 columns of 4 rows at once. Swizzled alone, rows 0 and 1 of them share banks, and so do 2 and 3.
+    """
+    first, second = gl.split(part.reshape([ROWS, ROWS // 32, 2, 16]).permute([0, 1, 3, 2]))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, first.type.layout)))
+    odd = (row % 2 == 1)[:, None, None]
+    swapped = gl.join(gl.where(odd, second, first), gl.where(odd, first, second))
+    return swapped.permute([0, 1, 3, 2]).reshape([ROWS, ROWS])
+
+
+@gluon.jit
+def stage_of(count, STAGES: gl.constexpr):
+    """The buffer that the tile number ``count`` passes through, of one or two, and the phase of its barriers.
+
+    Of ``count % STAGES`` the compiler makes a register for each address, which it adds to in every step.
+    """
+    gl.static_assert(STAGES <= 2)
+    return count & (STAGES - 1), count >> (STAGES - 1) & 1
+
+
+@gluon.jit
+def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
+    """Give the gradients of a group's logits, of the tile number ``count`` of queries, to all groups."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    stage, phase = stage_of(count, 2)
+    mbarrier.wait(exchange.empty.index(stage), phase ^ 1)
+    exchange.dlogits.index(stage * GROUPS + own).store(dlogits)
+    fence_async_shared()
+    mbarrier.arrive(exchange.full.index(stage))
+
+
+@gluon.jit
+def query_gradient(exchange, count, own: gl.constexpr, zero, there):
+    """Start to form a group's part of the gradient of queries of tile number ``count``; of anything if not ``there``."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    LAYOUT: gl.constexpr = product_layout(ROWS)
+    stage, phase = stage_of(count, 2)
+    mbarrier.wait(exchange.full.index(stage), phase, pred=there)
+    dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    for group in gl.static_range(GROUPS):
+        dlogits = exchange.dlogits.index(stage * GROUPS + group)
+        keys = matrix(exchange.k_tiles, group + zero)
+        if dlogits.shape[1] > ROWS:
+            dlogits = dlogits.slice(own * ROWS, ROWS, 1)
+        else:
+            keys = keys.slice(own * ROWS, ROWS, 1)
+        dq = warpgroup_mma(dlogits.permute([1, 0]), keys, dq, use_acc=group > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def publish_part(exchange, dq, count, own: gl.constexpr):
+    """Give a group's part of the gradient of the tile number ``count`` of queries to the warp that adds it up."""
+    GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
+    STAGES: gl.constexpr = exchange.parts.shape[0] // GROUPS
+    mbarrier.arrive(exchange.empty.index(count & 1))
+    stage, phase = stage_of(count, STAGES)
+    place = stage * GROUPS + own
+    mbarrier.wait(exchange.part_empty.index(place), phase ^ 1)
+    tma.matrix_in(exchange.parts.index(place), swapped_layout()).store(swap_columns(dq))
+    fence_async_shared()
+    mbarrier.arrive(exchange.part_full.index(place))
 
 
 @gluon.jit
@@ -80,12 +193,12 @@ def all_gradients_loop(dk, dv, count, keys, kernel, own: gl.constexpr, config: g
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
-                logits, q.row_values.index(slot), m, keys, kernel.call, dtype, LAYOUT, config
+                logits, kernel.lses.index(slot), m, keys, kernel.call, dtype, LAYOUT, config
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
-            row_delta = do.row_values.index(slot).load(gl.SliceLayout(0, LAYOUT))
+            row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
             rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
             share_dlogits(exchange, rounded, count, own)
             # The first of these products, so that it leaves beside the others.
@@ -164,6 +277,95 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
 
 
 @gluon.jit
+def wait_until_added(counter, before):
+    """Wait until as many have added as come before. Copies that start afterwards find what was written until then."""
+    added = _added(counter)
+    while added != before:
+        added = _added(counter)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _added(counter):
+    """Returns how many have added."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_added(counter):
+    """Count one more that has added. What this warp wrote is in device memory (`tma.stored`)."""
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def tiles_before(block, m, seq, call, config: gl.constexpr):
+    """Returns how many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
+    BLOCK_N: gl.constexpr = config.GROUPS * ROWS
+    first = block * 0
+    if call.window is not None:
+        first = gl.maximum(m + seq.keys - seq.tokens - call.window.left, 0) // BLOCK_N
+    if call.units is not None:
+        first = gl.maximum(first, seq.first_key // BLOCK_N)
+    return block - first
+
+
+@gluon.jit
+def add_part(desc, batch, head, row, feature, tile, before):
+    """Add a tile to device memory, or store it if it is the first."""
+    if before == 0:
+        tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
+    else:
+        tma.async_add(desc, [batch, head, row, feature], tile)
+
+
+@gluon.jit
+def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
+    """Run the warp that adds up the part of the gradient of queries that group number ``own`` forms.
+
+    Only this warp waits for other programs. Its group waits for it where no buffer is free for the next part. Tiles of keys
+    are added in their order. The first is stored and not added: memory may hold anything.
+    """
+    scheduler, exchange, call, schedule = kernel.scheduler, kernel.exchange, kernel.call, kernel.call.schedule
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.PARTS
+    BLOCK_M: gl.constexpr = kernel.q.tiles.shape[3]
+    key_heads = schedule.heads // schedule.group
+    batch_size = schedule.rows // key_heads
+    tiles = tiles_of(schedule)
+    count = 0
+    work = receive(scheduler, gl.to_tensor(0), 1)
+    while work.tile < tiles:
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        place = whole_loop(tile_place(work.tile, schedule, False))
+        batch, key_head = place.row // key_heads, place.row % key_heads
+        keys = own_keys(place, key_heads, 0, kernel, config)
+        for i in range(schedule.group * (keys.end - keys.begin)):
+            m, member = query_in_order(i, keys.end, schedule.group)
+            m = m * BLOCK_M
+            head = key_head * schedule.group + member
+            before = tiles_before(place.block, m, keys.seq, call, config)
+            row_of_count = (own * batch_size + batch) * schedule.heads + head
+            counter = kernel.tiles_added + row_of_count.to(gl.int64) * call.lengths.tokens + m
+            stage = count % STAGES * GROUPS + own
+            mbarrier.wait(exchange.part_full.index(stage), count // STAGES & 1)
+            wait_until_added(counter, before)
+            if BLOCK_M > ROWS:
+                add_part(kernel.added, batch, head, m + own * ROWS, 0, exchange.parts.index(stage), before)
+            else:
+                add_part(kernel.added, batch, head, m, own * ROWS, exchange.parts.index(stage), before)
+            tma.store_wait(0)
+            mbarrier.arrive(exchange.part_empty.index(stage))
+            tma.stored()
+            count_added(counter)
+            count += 1
+        work = receive(scheduler, work.number + 1, 1)
+
+
+@gluon.jit
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
     lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
@@ -205,15 +407,15 @@ def hopper_backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     scheduler = new_scheduler(counters, 1, 2 * GROUPS)
-    q, do = new_row_ring(q_tiles, STAGES, GROUPS, lses), new_row_ring(do_tiles, STAGES, GROUPS, deltas)
+    q, do = new_ring(q_tiles, STAGES, GROUPS), new_ring(do_tiles, STAGES, GROUPS)
     exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
     fence_async_shared()
     call = AttentionCall(
         lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
     )
     kernel = KeyKernel(
-        scheduler, k_tiles, v_tiles, q, do, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, None, None, added,
+        scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, None, None, added,
         tiles_added, call,
     )  # fmt: skip
     gl.warp_specialize(

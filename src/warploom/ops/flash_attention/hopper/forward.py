@@ -77,7 +77,7 @@ class QueryKernel(NamedTuple):
     go: (
         gl.shared_memory_descriptor | None
     )  # a barrier for each group: of three, one starts its products after the other
-    weights: gl.tuple | None  # see `backward_shared_dkv.Weights`
+    weights: gl.tuple | None  # see `backward_shared.Weights`
     out: Result | None
     lse: gl.tensor
     statistics: gl.tensor | None

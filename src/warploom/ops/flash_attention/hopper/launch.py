@@ -18,8 +18,7 @@ import torch
 from warploom.ops.flash_attention.hopper.backward_dkv import hopper_key_kernel
 from warploom.ops.flash_attention.hopper.backward_dq import hopper_query_kernel
 from warploom.ops.flash_attention.hopper.backward_fused import hopper_backward_kernel
-from warploom.ops.flash_attention.hopper.backward_shared_dkv import hopper_shared_key_kernel
-from warploom.ops.flash_attention.hopper.backward_shared_dq import hopper_shared_query_kernel
+from warploom.ops.flash_attention.hopper.backward_shared import hopper_shared_key_kernel, hopper_shared_query_kernel
 from warploom.ops.flash_attention.hopper.config import (
     HOPPER,
     HOPPER_IN_PIECES,

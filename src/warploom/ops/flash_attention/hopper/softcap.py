@@ -110,18 +110,12 @@ def capped(x, scale, softcap, base, EXPONENTIALS: gl.constexpr):
     square = scale * scale
     PACK: gl.constexpr = x.shape[0] * x.shape[1] // 128  # entries of a thread
     arguments = [x, first, FIRST * first * square, SECOND * first * square * square, scale, softcap, base]
-    if EXPONENTIALS:
-        return gl.inline_asm_elementwise(
-            EXPONENTIALS_64 if PACK == 64 else EXPONENTIALS_32,
-            OPERANDS_64 if PACK == 64 else OPERANDS_32,
-            arguments, dtype=gl.float32, is_pure=True, pack=PACK,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            CAPPED_64 if PACK == 64 else CAPPED_32,
-            OPERANDS_64 if PACK == 64 else OPERANDS_32,
-            arguments, dtype=gl.float32, is_pure=True, pack=PACK,
-        )  # fmt: skip
+    OF_32: gl.constexpr = EXPONENTIALS_32 if EXPONENTIALS else CAPPED_32
+    OF_64: gl.constexpr = EXPONENTIALS_64 if EXPONENTIALS else CAPPED_64
+    return gl.inline_asm_elementwise(
+        OF_64 if PACK == 64 else OF_32, OPERANDS_64 if PACK == 64 else OPERANDS_32, arguments,
+        dtype=gl.float32, is_pure=True, pack=PACK,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -130,14 +124,8 @@ def capped_weights(x, lse, softcap, dtype: gl.constexpr):
 
     ``x`` are hyperbolic tangents, or `HIDDEN`.
     """
-    if dtype == gl.bfloat16:
-        weights, slopes = gl.inline_asm_elementwise(
-            BFLOAT16_WEIGHTS, WEIGHTS_OPERANDS, [x, lse, softcap],
-            dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        weights, slopes = gl.inline_asm_elementwise(
-            FLOAT16_WEIGHTS, WEIGHTS_OPERANDS, [x, lse, softcap],
-            dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
-    return weights, slopes
+    TEXT: gl.constexpr = BFLOAT16_WEIGHTS if dtype == gl.bfloat16 else FLOAT16_WEIGHTS
+    return gl.inline_asm_elementwise(
+        TEXT, WEIGHTS_OPERANDS, [x, lse, softcap], is_pure=True, pack=2,
+        dtype=(gl.bfloat16 if dtype == gl.bfloat16 else gl.float16, gl.float32),
+    )  # fmt: skip

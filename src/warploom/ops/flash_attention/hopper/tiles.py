@@ -17,29 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import bytes_of_slot, copy_rows, matrix, new_ring, thread_barrier, wait_full
+from warploom.device.hopper.pipeline import bytes_of_slot, copy_rows, matrix, thread_barrier, wait_full
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW_HEAD = gl.constexpr(128)
 """Features of a head up to which results have buffers of their own. Wider ones leave through those of the queries."""
 STRIDE_UNIT = gl.constexpr(8)
 """Elements in which strides of rows in pieces are counted: 16 bytes, a multiple of which they are for descriptors."""
-
-
-class RowRing(NamedTuple):
-    """A `Ring`, and a number for each row of its tiles."""
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    row_values: gl.shared_memory_descriptor  # (stages, rows) float32
-
-
-@gluon.jit
-def new_row_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr, row_values):
-    """A ring with a number for each row of its tiles; see `new_ring`."""
-    tiles, full, empty = new_ring(tiles, STAGES, arrivals)
-    return RowRing(tiles, full, empty, row_values)
 
 
 class SplitStrides(NamedTuple):

@@ -1,13 +1,13 @@
-"""Gradients of keys and values for Hopper, where two groups of warps share a tile of 64 keys.
+"""Gradients for Hopper where two groups of warps share a tile of 64 keys, or of 64 queries.
 
 This is for two kinds of call:
 
-- More than 128 features: a group's registers do not hold the gradients of keys and of values.
+- Keys of more than 128 features: a group's registers do not hold the gradients of keys and of values.
 - Float32: a factor is the sum of ``TERMS`` bfloat16 tensors, which `triton.terms.terms_kernel` makes before. Shared memory
   has no room for the rows of two groups.
 
-One group computes weights and adds up the gradient of the values. The other takes the weights from shared memory and adds
-up that of the keys. All products of terms of a tile are in flight together.
+One group computes weights and, of keys, adds up the gradient of the values. The other takes the weights from shared memory
+and adds up the gradient of the keys, or of the queries. All products of terms of a tile are in flight together.
 """
 
 from __future__ import annotations
@@ -16,30 +16,40 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import barriers, init_each, wait_full
+from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_full
 from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys, used_rows
-from warploom.ops.flash_attention.hopper.masks import own_keys
-from warploom.ops.flash_attention.hopper.terms import add_product, product_of_terms
+from warploom.ops.flash_attention.hopper.forward import QueryKernel, copy_for_queries
+from warploom.ops.flash_attention.hopper.masks import own_keys, own_queries
+from warploom.ops.flash_attention.hopper.softmax import (
+    load_row_values,
+    transposed_weights_of,
+    weights_and_slopes,
+    weights_of,
+)
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
     SplitStrides,
     empty_sum,
-    new_row_ring,
     pack_16bit,
     pieces_of,
     product_layout,
     product_transposed,
+    store_part,
     store_pieces,
     store_tile,
     sum_of_pieces,
     unpack_as_operand,
 )
-from warploom.ops.flash_attention.hopper.weights import transposed_weights_of, weights_and_slopes
 from warploom.ops.flash_attention.hopper.work import (
     AttentionCall,
     Scales,
@@ -53,6 +63,71 @@ from warploom.ops.flash_attention.hopper.work import (
     tile_place,
     tiles_of,
 )
+
+
+@gluon.jit
+def own_terms_in_registers(tiles, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The terms of own rows, in registers."""
+    terms = ()
+    for i in gl.static_range(TERMS):
+        terms += (matrix(tiles, i).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+    return terms
+
+
+@gluon.jit
+def product_of_terms(
+    a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr, SWAPPED: gl.constexpr = False
+):
+    """Start ``a · bᵀ`` of own rows and of a tile of a ring, the smallest products first.
+
+    ``SWAPPED``: in the order that the same products have in ``b · aᵀ``, so that the bits are the same.
+    """
+    N: gl.constexpr = b_tiles.shape[3]
+    acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    for left_out in gl.static_range(TERMS):
+        for i in gl.static_range(TERMS - left_out):
+            if SWAPPED:
+                a, of_b = a_terms[i], TERMS - 1 - left_out - i
+            else:
+                a, of_b = a_terms[TERMS - 1 - left_out - i], i
+            b = matrix(b_tiles, slot * TERMS + of_b).permute([1, 0])
+            acc = warpgroup_mma(a, b, acc, use_acc=left_out + i > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def add_product(acc, tile, ring, count, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """``acc + tile · b`` with the tile number ``count`` of a ring, which is empty then.
+
+    Of several terms, the sum is formed outside of matrix units, which drop bits where they add.
+    """
+    if TERMS == 1:
+        factor = as_factor(tile, ring.tiles.dtype, LAYOUT)
+        slot = wait_full(ring.full, count)
+        acc = warpgroup_mma(factor, matrix(ring.tiles, slot), acc, is_async=True)
+        acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
+    else:
+        slot = wait_full(ring.full, count)
+        factors = ()
+        for _ in gl.static_range(TERMS):
+            term = tile.to(ring.tiles.dtype)
+            factors += (gl.convert_layout(term, gl.DotOperandLayout(0, LAYOUT, 2)),)
+            tile = tile - term.to(gl.float32)
+        D: gl.constexpr = ring.tiles.shape[4]
+        whole = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        for left_out in gl.static_range(TERMS):
+            for i in gl.static_range(TERMS - left_out):
+                b = matrix(ring.tiles, slot * TERMS + i)
+                whole = warpgroup_mma(
+                    factors[TERMS - 1 - left_out - i], b, whole, use_acc=left_out + i > 0, is_async=True
+                )
+        if TERMS == 3:
+            whole, _, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1], factors[2]])
+        else:
+            whole, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1]])
+        acc = acc + whole
+    mbarrier.arrive(ring.empty.index(slot))
+    return acc
 
 
 class Weights(NamedTuple):
@@ -94,6 +169,7 @@ def query_loop_for_one(
     own_tiles, near, far = (
         (kernel.k_tiles, kernel.q, kernel.do) if VALUES else (kernel.v_tiles, kernel.do, kernel.q)
     )
+    row_values = kernel.lses if VALUES else kernel.deltas
     weights, call = kernel.weights, kernel.call
     TERMS: gl.constexpr = config.TERMS
     BLOCK_M: gl.constexpr = near.tiles.shape[3]
@@ -103,7 +179,7 @@ def query_loop_for_one(
         stage = wait_full(near.full, count)
         product = product_of_terms(pieces_of(own_tiles, slot, TERMS), near.tiles, stage, TERMS, LAYOUT, VALUES)
         product = warpgroup_mma_wait(0, deps=[product])  # (keys, queries)
-        row_value = near.row_values.index(stage).load(gl.SliceLayout(0, LAYOUT))
+        row_value = row_values.index(stage).load(gl.SliceLayout(0, LAYOUT))
         if VALUES:
             row_inverse = None
             if TERMS > 1:
@@ -131,7 +207,7 @@ def factor_of(product, count, m, keys, kernel, VALUES: gl.constexpr, config: gl.
     dtype: gl.constexpr = near.tiles.dtype
     LAYOUT: gl.constexpr = product_layout(near.tiles.shape[3])
     stage = count % near.full.shape[0]
-    row_values = near.row_values.index(stage)
+    row_values = kernel.lses.index(stage) if VALUES else kernel.deltas.index(stage)
     if VALUES:
         tile, slopes = weights_and_slopes(product, row_values, m, keys, kernel.call, dtype, LAYOUT, config)
         mbarrier.arrive(near.empty.index(stage))
@@ -297,7 +373,7 @@ def hopper_shared_key_kernel(
     weight_tiles = weight_buffers(STAGES, BLOCK_M)
     weights_full = barriers(STAGES) if TERMS == 1 else None
     scheduler = new_scheduler(counters, 1, 2)
-    q, do = new_row_ring(q_tiles, STAGES, 2, lses), new_row_ring(do_tiles, STAGES, 2, deltas)
+    q, do = new_ring(q_tiles, STAGES, 2), new_ring(do_tiles, STAGES, 2)
     weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
     fence_async_shared()
     call = AttentionCall(
@@ -306,11 +382,132 @@ def hopper_shared_key_kernel(
     dk_result = Result(dk, None if config.SPLIT else v_tiles, dk_strides)
     dv_result = Result(dv, None if config.SPLIT else k_tiles, dv_strides)
     kernel = KeyKernel(
-        scheduler, k_tiles, v_tiles, q, do, weights, None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, do), lse, delta, inverse, inverses,
+        scheduler, k_tiles, v_tiles, q, lses, do, deltas, weights, None, dk_result, dv_result,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, inverse, inverses,
         None, None, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_one, (True, config, kernel)), (compute_for_one, (False, config, kernel)), (copy_for_keys, (config, kernel))],
         [4, 1], [240, 24] if TERMS == 1 else [232, 40],
     )  # fmt: skip
+
+
+@gluon.jit
+def weigh_keys(
+    count, q_terms, row_lse, row_inverse, begin, end, queries, kernel, MASKED: gl.constexpr, config: gl.constexpr
+):  # fmt: skip
+    """Weights of tiles of keys ``end − 1 … begin``, for the other group."""
+    k, weights, call = kernel.k, kernel.weights, kernel.call
+    TERMS: gl.constexpr = config.TERMS
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    for i in range(end - begin):
+        slot = wait_full(k.full, count)
+        logits = product_of_terms(q_terms, k.tiles, slot, TERMS, LAYOUT)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(k.empty.index(slot))
+        n = (end - 1 - i) * BLOCK_N
+        tile = weights_of(logits, row_lse, n, queries, call, k.tiles.dtype, MASKED, LAYOUT, config)
+        weights.tiles.index(slot).store(tile * row_inverse[:, None])
+        mbarrier.arrive(weights.full.index(slot))
+        count += 1
+    return count
+
+
+@gluon.jit
+def compute_weights(config: gl.constexpr, kernel):
+    """The first of two groups of warps with the same 64 queries, whose terms it has in registers."""
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    TERMS: gl.constexpr = config.TERMS
+    CAUSAL: gl.constexpr = config.CAUSAL
+    LAYOUT: gl.constexpr = product_layout(kernel.k.tiles.shape[3])
+    count = 0
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = tile_place(work.tile, schedule, CAUSAL)
+        queries = own_queries(place, 0, kernel, config)
+        row_lse = load_row_values(kernel.lse, place.row, queries.m, call.lengths.tokens, float("inf"), LAYOUT)
+        row_inverse = load_row_values(kernel.inverse, place.row, queries.m, call.lengths.tokens, 0.0, LAYOUT)
+        q_terms = own_terms_in_registers(kernel.q_tiles, TERMS, LAYOUT)
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        count = weigh_keys(
+            count, q_terms, row_lse, row_inverse, queries.full, queries.end, queries, kernel, True, config
+        )  # fmt: skip
+        count = weigh_keys(
+            count, q_terms, row_lse, row_inverse, queries.begin, queries.full, queries, kernel, False, config
+        )  # fmt: skip
+        work = receive(scheduler, work.number + 1)
+
+
+@gluon.jit
+def compute_gradient(config: gl.constexpr, kernel):
+    """The second of two groups of warps with the same 64 queries: adds up their gradient."""
+    scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
+    k, v, weights = kernel.k, kernel.v, kernel.weights
+    TERMS: gl.constexpr = config.TERMS
+    CAUSAL: gl.constexpr = config.CAUSAL
+    D: gl.constexpr = k.tiles.shape[4]
+    LAYOUT: gl.constexpr = product_layout(k.tiles.shape[3])
+    OUT_LAYOUT: gl.constexpr = product_layout(D)
+    tokens = call.lengths.tokens
+    count = 0
+    tiles = tiles_of(schedule)
+    work = receive(scheduler, gl.to_tensor(0))
+    while work.tile < tiles:
+        place = tile_place(work.tile, schedule, CAUSAL)
+        queries = own_queries(place, 0, kernel, config)
+        row_delta = load_row_values(kernel.delta, place.row, queries.m, tokens, 0.0, LAYOUT)
+        dq = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for _ in range(queries.end - queries.begin):
+            stage = wait_full(v.full, count)
+            dweights = product_of_terms(pieces_of(kernel.do_tiles, 0, TERMS), v.tiles, stage, TERMS, LAYOUT)
+            dweights = warpgroup_mma_wait(0, deps=[dweights])
+            mbarrier.arrive(v.empty.index(stage))
+            tile_weights = weights.tiles.index(wait_full(weights.full, count)).load(LAYOUT)
+            dlogits = tile_weights * (dweights - row_delta[:, None])
+            dq = add_product(dq, dlogits, k, count, TERMS, OUT_LAYOUT)
+            count += 1
+        mbarrier.arrive(scheduler.empty.index(work.slot))
+        batch, head = place.row // schedule.heads, place.row % schedule.heads
+        store_part(kernel.dq, dq * call.grad_scale, place.split, batch, head, queries.m, tokens, OUT_LAYOUT)
+        work = receive(scheduler, work.number + 1)
+
+
+@gluon.jit
+def hopper_shared_query_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq, lse, delta, inverse, counters,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, scales: Scales,
+    dq_strides: SplitStrides, config: gl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, for tiles of 64. Descriptors, boxes and parts are as in `hopper_shared_key_kernel`.
+
+    ``counters[1]`` is zero. It runs beside `hopper_shared_key_kernel`, of which it reads nothing, and does not end before
+    that has ended.
+    """
+    gdc_launch_dependents()
+    TERMS: gl.constexpr = config.TERMS
+    STAGES: gl.constexpr = config.STAGES
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [TERMS, 1, 1, ROWS, D], do_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * TERMS, 1, 1, BLOCK_N, D], v_desc.layout)
+    weight_tiles = weight_buffers(STAGES, BLOCK_N)
+    scheduler = new_scheduler(counters + 1, 1, 2)
+    k, v = new_ring(k_tiles, STAGES, 2), new_ring(v_tiles, STAGES, 1)
+    weights = new_weights(weight_tiles, barriers(STAGES))
+    fence_async_shared()
+    call = AttentionCall(lengths, schedule, right, scales.logits, scales.gradients)
+    kernel = QueryKernel(
+        scheduler, q_tiles, do_tiles, k, v, None, weights, None, lse, None, delta, inverse, Result(dq, None, dq_strides),
+        (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, call,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_weights, (config, kernel)), (compute_gradient, (config, kernel)), (copy_for_queries, (True, config, kernel))],
+        [4, 1], [232, 40],
+    )  # fmt: skip
+    if gl.program_id(0) == 0:
+        gdc_wait()
