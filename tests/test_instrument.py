@@ -113,6 +113,12 @@ def test_one_mode_cases_of_a_generator_and_paths_as_texts_are_taken(tmp_path: Pa
         output=folder,
     )
     assert repr(results) == "<Results of functions on cpu: 2 ok, 2 incorrect>"
+    shown = results._repr_html_()
+    assert "functions, fwd_bwd, all cases: ms" in shown
+    assert shown.count("<table") == 1
+    assert shown.count("data-x=") == 2
+    assert "</svg> mine</span>" in shown
+    assert 'class="badge incorrect peer"' in shown
     assert {r.min_bytes for r in results.records if r.case == {"n": 16}} == {(1 + 1 + 2 + 1) * 16 * 8 * 4}
     assert records.load(folder) == records.load([folder]) == records.load(Path(folder))
     assert repr(compare(folder, f"{folder}:mine")) == f"<Comparison of {folder} and {folder}: 2 cases>"

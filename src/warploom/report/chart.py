@@ -88,14 +88,25 @@ def make_history(table: Table) -> Chart:
 def render_chart(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, int] | None = None) -> str:
     """Returns a chart as an SVG element. ``numbers`` are the numbers of providers in the classes of lines."""
     places = [WIDTH // 2] if len(chart.xs) == 1 else _place_xs(chart)[0].values()
-    more = f' data-x="{",".join(map(str, places))}"' + ' class="bars"' * (len(chart.xs) == 1)
-    return _make_element(_draw(chart, styles, numbers or {}), WIDTH, HEIGHT, chart.title, more)
+    more, height = f' data-x="{",".join(map(str, places))}"', HEIGHT
+    if len(chart.xs) == 1:
+        more, height = f'{more} class="bars"', min(HEIGHT, TOP + 10 + 22 * len(chart.lines))
+    return _make_element(_draw(chart, styles, numbers or {}), WIDTH, height, chart.title, more)
 
 
 def render_key(look: Look) -> str:
     """Returns a piece of a provider's line, for a legend, as an SVG element."""
     body = _draw_path("M0 5H26", look) + _draw_marks([(13, 5)], look)
     return f'<svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{body}</svg>'
+
+
+def render_legend(styles: Mapping[str, Look]) -> str:
+    """Returns the keys and names of providers as HTML."""
+    keys = (
+        f'<span style="white-space: nowrap">{render_key(look)} {escape(name)}</span>'
+        for name, look in styles.items()
+    )
+    return f"<p>{' '.join(keys)}</p>"
 
 
 def render_picture(
@@ -134,7 +145,11 @@ def _draw_bars(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, i
     """Draw the single case of a chart: a bar from 0 for each provider, the first on top."""
     (x,) = chart.xs
     shown = {name: value for name, line in [*chart.lines.items()][::-1] if (value := line.get(x))}
-    longest: float = max([1.0 if chart.unit == "share" else 0.0, *shown.values()])
+    ends = {
+        name: chart.bands[name][1].get(x) or value if name in chart.bands else value
+        for name, value in shown.items()
+    }
+    longest: float = max([1.0 if chart.unit == "share" else 0.0, *shown.values(), *ends.values()])
     step = min(22, (HEIGHT - TOP - 10) // max(1, len(shown)))
 
     def along(value: float) -> int:
@@ -148,7 +163,7 @@ def _draw_bars(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str, i
         if lower and upper:
             bar += f'<path d="M{along(lower)} {y + step // 2 - 3}H{along(upper)}" stroke="currentColor"/>'
         words = _draw_text(NAMES - 6, y + step // 2 + 1, name, "end")
-        words += _draw_text(along(value) + 5, y + step // 2 + 1, chart.format(value), "start")
+        words += _draw_text(along(max(value, ends[name])) + 5, y + step // 2 + 1, chart.format(value), "start")
         group = f' class="s{numbers[name]}"' if name in numbers else ""
         parts.append(f"<g{group}>{bar}{words}</g>")
     if chart.unit == "share":

@@ -10,21 +10,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from warploom.report.labels import format_seconds
-from warploom.report.panels import Section
+from warploom.report.panels import STATES, Section
 from warploom.report.rivals import Case, format_ratio, summarize
 from warploom.report.table import Cell, Table, format_number
 
 RESULTS = {"slower": "faster", "same": "level", "faster": "slower"}
 """The operator's result by the verdict about the alternative."""
-_LEFT_OUT = {
-    "disturbed": "disturbed by the GPU's clock",
-    "stale": "measured with earlier code",
-    "incorrect": "incorrect",
-    "oom": "out of memory",
-    "unsupported": "unsupported",
-    "error": "failed",
-}
-_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+_APART = 7
+"""The per cent of the width that must be between two ticks."""
 _LANES, _NEAR = (0, 1, -1, 2, -2, 3, -3, 4, -4), 1.7
 """The rows that dots may lie in, and the per cent of the width within which two dots of a row would overlap."""
 
@@ -108,7 +102,11 @@ def make_overview(sections: Iterable[Section]) -> Overview:
         sentence, note = describe(section, cases)
         dots = _place_dots(cases, place)
         made.append(Row(section.operator, device, sentence, note, dots, cases, section.subject == "ours"))
-    return Overview(made, [(place(tick), f"{tick:g}×") for tick in _TICKS if low <= math.log(tick) <= high])
+    ticks: list[tuple[float, str]] = []
+    for x, tick in [(place(tick), tick) for tick in _TICKS if low <= math.log(tick) <= high]:
+        if tick == 1 or (abs(x - place(1)) >= _APART and (not ticks or x - ticks[-1][0] >= _APART)):
+            ticks.append((x, f"{tick:g}×"))
+    return Overview(made, ticks)
 
 
 def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
@@ -128,15 +126,16 @@ def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
         case, pair = min(lost, key=lambda entry: entry[1].ratio)
         most = f"up to {format_ratio(1 / pair.ratio)} times the time of {pair.b.provider}"
         parts.append(f"slower in {len(lost)}, {most} ({case.mode}, {case.words})")
-    parts += [f"{100 * median(shares):.0f} % of the limit"] if shares else []
-    who = "" if section.subject == "ours" else f"{section.subject} is "
+    parts += [f"{100 * median(shares):.{0 if median(shares) > 0.01 else 2}f} % of the limit"] if shares else []
+    who = "" if section.subject == "ours" else f"{section.subject}: "
     if section.definition:
-        who = "No kernel of warploom ran; PyTorch's definition is "
-    text = f"{who}{'; '.join(parts) or 'without a time of the present code'}."
+        who = "No kernel of warploom ran; PyTorch's definition: "
+    text = f"{who}{'; '.join(parts) or 'no time of the present code'}."
     alone = sum(bool(case.point.ms) and case.point.badge == "ok" and case.pair is None for case in cases)
     states = Counter(case.point.badge for case in cases)
     notes = [f"{alone} without an alternative in the same run"] if alone else []
-    notes += [f"{states[state]} {words}" for state, words in _LEFT_OUT.items() if states[state]]
+    said_as = {"stale": "measured with earlier code"}
+    notes += [f"{states[state]} {said_as.get(state, state)}" for state in STATES[1:] if states[state]]
     said = f"Not counted: {', '.join(notes)}." if compared else f"{', '.join(notes)}."
     return text if who else text[0].upper() + text[1:], said if notes else ""
 
@@ -148,7 +147,7 @@ def make_case_table(overview: Overview) -> Table:
     for row in overview.rows:
         for case in row.cases:
             pair, point = case.pair, case.point
-            words = [row.operator, row.device, case.mode, case.words, format_number(point.ms)]
+            words = [row.operator, row.place, case.mode, case.words, format_number(point.ms)]
             words.append(f"{point.fraction:.0%}" if point.fraction else "")
             other = (pair.b.provider, format_number(pair.b.ms), format_ratio(pair.ratio)) if pair else ("", "", "")
             state = point.badge if point.badge != "ok" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ from markupsafe import Markup
 
 from warploom.bench.environment import device_name
 from warploom.bench.records import LIMIT, Record, load_environments, spell
-from warploom.report.chart import make_charts, make_history, render_chart, render_key
+from warploom.report.chart import make_charts, make_history, render_chart, render_key, render_legend
 from warploom.report.labels import format_mode
 from warploom.report.overview import make_case_table, make_overview
 from warploom.report.palette import Look, choose_looks
 from warploom.report.panels import STATES, UNSET, Panel, Section, load_sections
 from warploom.report.published import make_published_table
-from warploom.report.rivals import make_summary_table, summarize
 from warploom.report.table import Table, render_badge, render_html
 from warploom.report.tables import group_failures, make_history_table, make_metric_table, make_time_table
 
 TITLE = "warploom report"
+VERSIONS = {"torch": "PyTorch", "triton": "Triton"}
 
 
 def render(sources: Sequence[Path]) -> str:
@@ -42,13 +42,12 @@ def render(sources: Sequence[Path]) -> str:
     page: str = environment.get_template("report.html.j2").render(
         title=TITLE,
         sources=[str(source) for source in sources],
-        versions=list(dict.fromkeys(_describe(one, "torch", "triton") for one in used.values())),
-        commits=_list_commits(used.values(), {point.record.run for point in points}),
+        versions=list(dict.fromkeys(_describe(one) for one in used.values())),
+        measured={point.record.run for point in points},
         warnings=_make_warnings([point.record for point in points], used),
         environments=used,
         facts=list(dict.fromkeys(facts)),
         overview=overview,
-        summary=make_summary_table([row for section in sections for row in summarize(section)]),
         cases=make_case_table(overview),
         outcomes=_count_outcomes(sections),
         total=len(points),
@@ -57,24 +56,10 @@ def render(sources: Sequence[Path]) -> str:
     return page
 
 
-def _describe(environment: Mapping[str, Any], *names: str) -> str:
-    """Returns an environment's device and some of its versions."""
-    titles = {"cuda": "CUDA", "torch": "PyTorch", "triton": "Triton"}
-    words = [f"{titles.get(name, name)} {environment[name]}" for name in names if environment.get(name)]
-    return " · ".join([device_name(environment), *words])
-
-
-def _list_commits(environments: Iterable[Mapping[str, Any]], measured: Collection[str]) -> list[str]:
-    """Returns a line for each device with its versions, and the commits of the runs that were measured there."""
-    marks = {"dirty": " with changes", "commit_given": " as given"}
-    found: dict[str, set[str]] = {}
-    for one in environments:
-        runs = [run for name, run in one.get("runs", {}).items() if name in measured] or [one]
-        commits = found.setdefault(_describe(one, "driver", "cuda", "torch", "triton", "warploom"), set())
-        for run in runs:
-            if run.get("commit"):
-                commits.add(run["commit"][:10] + "".join(marks[mark] for mark in marks if run.get(mark)))
-    return [f"{line} · commit {', '.join(sorted(commits))}" if commits else line for line, commits in found.items()]
+def _describe(environment: Mapping[str, Any]) -> str:
+    """Returns an environment's device and the versions that matter most."""
+    versions = [f"{title} {environment[name]}" for name, title in VERSIONS.items() if environment.get(name)]
+    return " · ".join([device_name(environment), *versions])
 
 
 def _count_outcomes(sections: Iterable[Section]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
@@ -157,7 +142,8 @@ def _prepare_panel(
         "values": labels,
         "label": " · ".join([format_mode(mode), *([panel.label] if panel.labels else [])]),
         "charts": [render_chart(chart, styles, numbers) for chart in make_charts(section, panel, mode)],
-        "history": past and render_chart(make_history(past), choose_looks(past.heads, "")),
+        "history": past and render_chart(make_history(past), choose_looks(past.heads[2:], "")),
+        "runs": past and render_legend(choose_looks(past.heads[2:], "")),
         "past": past,
         "command": section.command(panel, mode),
         "time": make_time_table(section, panel, mode),

@@ -59,6 +59,12 @@ class Results:
 
         return render_terminal(self.records)
 
+    def _repr_html_(self) -> str:
+        """Returns tables and charts, for a notebook."""
+        from warploom.report import render_notebook
+
+        return render_notebook(self.records)
+
     def report(self, path: str | Path) -> Path:
         """Write the HTML report. Needs jinja2, of the extra ``warploom[bench]``.
 

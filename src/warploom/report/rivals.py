@@ -10,7 +10,6 @@ from statistics import median
 from warploom.bench.comparison import Pair
 from warploom.bench.records import spell
 from warploom.report.panels import STATES, Panel, Point, Section
-from warploom.report.table import Cell, Table
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,7 @@ class Summary:
     device: str
     shares: list[float]
     """The shares of the limit, ascending."""
-    worst_at: str
-    """The case of the least share."""
     cases: list[Case]
-    host_us: float | None
-    """The median host time in microseconds; None if it was not measured."""
     counts: dict[str, int]
     """The number of cases by badge."""
 
@@ -115,36 +110,11 @@ def list_cases(section: Section, panels: Sequence[Panel], mode: str) -> list[Cas
 def summarize_mode(section: Section, panels: Sequence[Panel], device: str, mode: str) -> Summary:
     """Summarize a mode of some panels."""
     cases = list_cases(section, panels, mode)
-    timed = [case for case in cases if case.point.fraction]
-    worst = min(timed, key=lambda case: case.point.fraction or 0.0, default=None)
-    worst_at = ""
-    if worst is not None:
-        worst_at = f"{section.x} = {spell(worst.point.x)}"
-        worst_at += f", {section.short(worst.panel)}" * (len(section.panels) > 1)
-    hosts = [case.point.record.host_us for case in cases if case.point.ms and case.point.record.host_us]
     return Summary(
         operator=section.operator,
         mode=mode,
         device=device,
-        shares=sorted(case.point.fraction or 0.0 for case in timed),
-        worst_at=worst_at,
+        shares=sorted(case.point.fraction for case in cases if case.point.fraction),
         cases=cases,
-        host_us=median(hosts) if hosts else None,
         counts=count_states(case.point for case in cases),
     )
-
-
-def make_summary_table(rows: Sequence[Summary]) -> Table:
-    """Returns summaries as a table: the share of the limit, and how many times as long alternatives take."""
-    heads = ["operator", "device", "mode", "of the limit", "worst", "fastest alternative", "times as long"]
-    heads += ["faster", "level", "slower", "cases"]
-    found = []
-    for row in (row for row in rows if row.counts):
-        share = f"{median(row.shares):.0%}" if row.shares else ""
-        worst = Cell(f"{row.shares[0]:.0%}" if row.shares else "", reason=row.worst_at)
-        won = len(row.pairs) - row.level - row.lost
-        compared = [str(count) if row.pairs else "" for count in (won, row.level, row.lost)]
-        more = [row.alternatives or "none in the same run", row.ratios, *compared]
-        cases = ", ".join(f"{count} {state}" for state, count in row.counts.items())
-        found.append([*map(Cell, [row.operator, row.device, row.mode, share]), worst, *map(Cell, [*more, cases])])
-    return Table(heads, found, words=3)

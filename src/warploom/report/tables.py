@@ -129,7 +129,7 @@ def make_history_table(
         records = [r for r in (*point.earlier, point.record) if r.run and r.status == "ok" and r.ms]
         if len({record.run for record in records}) > 1:
             for record in records:
-                times.setdefault(record.run, {})[f"{section.x} = {spell(x)}"] = format_number(record.ms)
+                times.setdefault(record.run, {})[f"ms at {section.x} = {spell(x)}"] = format_number(record.ms)
     if not times:
         return None
     started = {run: str(runs.get(run, {}).get("started", "")) for run in times}
