@@ -588,6 +588,9 @@ def test_what_options_exclude(device: torch.device) -> None:
         "cache must be left out unless the layer is causal": lambda: full(x, cache=KVCache()),
         "cu_seqlens must be left out with a cache": lambda: causal(x, cache=KVCache(), cu_seqlens_k=bounds),
         "cu_seqlens_q must be None with cu_seqlens": lambda: full(x, cu_seqlens=bounds, cu_seqlens_q=bounds),
+        "cu_seqlens_k must be None or the tensor": lambda: full(
+            x, cu_seqlens_q=bounds, cu_seqlens_k=bounds.clone()
+        ),
         "context must be None": lambda: full(x, context=x),
         "cache must be None with a context": lambda: cross(x, context=x, cache=KVCache()),
         "cu_seqlens must be None but": lambda: Attention(12, 2, implementation="sdpa").to(device)(

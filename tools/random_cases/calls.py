@@ -536,7 +536,7 @@ def _tpa_attention(draft: _Draft) -> None:
     if packed:
         name = draft.choice("bounds", ("cu_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), compiled=1)
         draft.packed(name, tokens, ("aq", "ak", "av", "bq", "bk", "bv"))
-    draft.optional("causal", (None, None, True, False), compiled=2)
+    draft.optional("causal", (None, True, True, False), compiled=2)
 
 
 def _rotary_attention(draft: _Draft) -> None:

@@ -15,7 +15,7 @@ from warploom.nn.cache import KVCache
 from warploom.nn.common import check_call, check_sizes, settle_head_dim
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
-from warploom.runtime.arguments import check_one_form
+from warploom.runtime.arguments import bounds_of_itself, check_one_form
 from warploom.runtime.backend import use_triton
 
 Tensor = torch.Tensor
@@ -161,12 +161,15 @@ class Attention(nn.Module):
                 packed sequences or a context, or in a layer that is not causal; a context too many or too few.
             DtypeError: An argument has the wrong type.
         """
-        given = [bounds for bounds in (cu_seqlens, cu_seqlens_q, cu_seqlens_k) if bounds is not None]
-        self._check(x, context, position_ids, cache, given)
-        check_one_form("Attention", cu_seqlens, cu_seqlens_q, cu_seqlens_k)
-        of_x, of_keys = (given[0], given[-1]) if given else (None, None)
-        packed: dict[str, Any] = {"cu_seqlens_q": of_x, "cu_seqlens_k": of_keys} if given else {}
-        packed = {"cu_seqlens": of_x} if given and of_x is of_keys else packed
+        given = {"cu_seqlens": cu_seqlens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        if context is None:
+            given = {"cu_seqlens": bounds_of_itself("Attention", **given)}
+        else:
+            check_one_form("Attention", **given)
+        packed = {name: bounds for name, bounds in given.items() if bounds is not None}
+        bounds = list(packed.values()) or [None]
+        of_x, of_keys = bounds[0], bounds[-1]  # with `cu_seqlens`, or one of the others, the same
+        self._check(x, context, position_ids, cache, of_x)
         start = {"offset": 0 if cache is None else cache.offset, "cu_seqlens": of_x}
         start = start if position_ids is None else {"position_ids": position_ids}
         if context is not None:
@@ -177,7 +180,7 @@ class Attention(nn.Module):
             q, k, v = self._split_groups(self.qkv(x), start)
         else:
             qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-            out = self._attend_fused(qkv) if cache is None and position_ids is None and not given else None
+            out = self._attend_fused(qkv) if cache is None and position_ids is None and not packed else None
             if out is not None:
                 return self.out(out.flatten(2))  # type: ignore[no-any-return]
             q, k, v = self._encode(qkv, start)
@@ -203,9 +206,8 @@ class Attention(nn.Module):
         context: Tensor | None,
         position_ids: Tensor | None,
         cache: KVCache | None,
-        given: list[Tensor],
+        bounds: Tensor | None,
     ) -> None:
-        bounds = given[0] if given else None
         check_call("Attention", x, self.d_model, cache, KVCache, bounds, self.causal)
         if (context is None) != (self.context_dim is None):
             expected = "None in a layer without context_dim" if self.context_dim is None else "(B, M, context_dim)"
@@ -217,7 +219,7 @@ class Attention(nn.Module):
             raise fault(ArgumentError, "Attention", "cache", "None with a context", "a cache")
         if position_ids is not None and self.position is None:
             raise fault(ArgumentError, "Attention", "position_ids", "None in a layer without position", "a tensor")
-        if given and self.implementation != "flash":
+        if bounds is not None and self.implementation != "flash":
             expected = "None but with implementation 'flash'"
             raise fault(ArgumentError, "Attention", "cu_seqlens", expected, f"one with {self.implementation!r}")
 

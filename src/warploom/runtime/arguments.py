@@ -45,6 +45,19 @@ def check_one_form(
         raise fault(ArgumentError, function, argument, "None with cu_seqlens, which stands for both", "both forms")
 
 
+def bounds_of_itself(function: str, cu_seqlens: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> Any:
+    """Returns bounds of packed sequences that attend to themselves, under whichever name they are given, or None.
+
+    Raises:
+        ArgumentError: Both forms are given, or queries and keys have different tensors.
+    """
+    check_one_form(function, cu_seqlens, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q is not cu_seqlens_k:
+        expected = "None or the tensor that is cu_seqlens_q: each sequence attends to itself"
+        raise fault(ArgumentError, function, "cu_seqlens_k", expected, "another tensor")
+    return next((bounds for bounds in (cu_seqlens, cu_seqlens_q, cu_seqlens_k) if bounds is not None), None)
+
+
 def as_python(value: Any) -> Any:
     """Returns a number of numpy's as Python's, in a tuple or NamedTuple too; all else as it is."""
     if isinstance(value, tuple):

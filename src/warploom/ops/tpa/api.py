@@ -7,7 +7,6 @@ from typing import Any, Never
 
 import torch
 
-from warploom.errors import ArgumentError, fault
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.validation import FlashOptions
 from warploom.ops.tpa import reference
@@ -21,7 +20,7 @@ from warploom.ops.tpa.validation import (
     check_decode,
     check_values,
 )
-from warploom.runtime.arguments import check_one_form
+from warploom.runtime.arguments import bounds_of_itself
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
@@ -109,11 +108,7 @@ def tpa_attention(
     if _others or _unknown:
         refuse_unknown(tpa_attention, _others, _unknown)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        check_one_form("tpa_attention", cu_seqlens, cu_seqlens_q, cu_seqlens_k)
-        cu_seqlens = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
-            expected = "None or the tensor that is cu_seqlens_q: each sequence attends to itself"
-            raise fault(ArgumentError, "tpa_attention", "cu_seqlens_k", expected, "another tensor")
+        cu_seqlens = bounds_of_itself("tpa_attention", cu_seqlens, cu_seqlens_q, cu_seqlens_k)
     aq, ak, av, bq, bk, bv = cast_for_autocast(aq, ak, av, bq, bk, bv)
     options = (causal, scale, scale_q, scale_k, scale_v)
     return _attention(backend, AttentionInputs(aq, ak, av, bq, bk, bv, cu_seqlens), options)  # type: ignore[no-any-return]
