@@ -92,7 +92,7 @@ def _encoding(
 
 def _factors(
     n: int, m: int, d: int, rank: int, dtype: torch.dtype, grad: bool, heads: int = 4, batch: int = 1,
-    whole_queries: bool = False, **options: Any,
+    **options: Any,
 ) -> Inputs:  # fmt: skip
     """The factors of tensor-product attention."""
     shapes = {
@@ -100,8 +100,6 @@ def _factors(
         "bq": (batch, n, 3, d), "bk": (batch, m, rank, d), "bv": (batch, m, rank, d),
     }  # fmt: skip
     factors: Inputs = {name: _random(*shape, dtype=dtype, grad=grad) for name, shape in shapes.items()}
-    if whole_queries:
-        factors |= {"aq": None, "bq": _random(batch, n, heads, d, dtype=dtype, grad=grad)}
     return {**factors, "backend": "triton", **options}
 
 
