@@ -82,6 +82,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return max(1, min(os.cpu_count() or 1, torch.cuda.get_device_properties(0).total_memory // gpu_room.LEAST))
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import random
 import time
 from unittest import mock
@@ -109,39 +110,45 @@ def check_a_known_kind_of_call_exchanges_nothing(world):
         assert written.call_count == 2
 
 
+def after_a_call(world):
+    """Returns a call of a kind that all ranks know, what they know, and whether this is the last of them."""
+    mesh = short_mesh(world)
+    call = functools.partial(context_parallel_attention, *draw(*[(1, 8, 2, 4)] * 3), mesh)
+    call()
+    return call, agreement._agreements[mesh.get_group().group_name], dist.get_rank() == world - 1
+
+
+def waits_in_vain(call):
+    with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
+        call()
+
+
 def check_an_error_in_a_call_of_a_known_kind(world):
     """The rank that makes it raises it at once, the others when their messages fail; and later they read it."""
-    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    context_parallel_attention(q, k, v, mesh)
+    call, _, odd = after_a_call(world)
     began = time.monotonic()
     if odd:
         with pytest.raises(warploom.ArgumentError, match="layout must be one of"):
-            context_parallel_attention(q, k, v, mesh, layout="ring")
+            call(layout="ring")
         assert time.monotonic() - began < 2
     else:
-        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
-            context_parallel_attention(q, k, v, mesh)
+        waits_in_vain(call)
         with pytest.raises(warploom.ArgumentError, match=f"layout must be one of .* \\(on rank {world - 1}\\)"):
-            context_parallel_attention(q, k, v, mesh, scale=2.0)
+            call(scale=2.0)
     assert time.monotonic() - began < 30
     dist.barrier()
 
 
 def check_a_rank_that_goes_on_after_an_error_does_not_mix_calls_up(world):
     """It waits for the others to have read its error, and says that they have not."""
-    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    context_parallel_attention(q, k, v, mesh)
-    known = agreement._agreements[mesh.get_group().group_name]
+    call, known, odd = after_a_call(world)
     if odd:
         with pytest.raises(warploom.ArgumentError, match="layout must be one of"):
-            context_parallel_attention(q, k, v, mesh, layout="ring")
+            call(layout="ring")
         with waiting(known, 0.5), pytest.raises(warploom.ArgumentError, match="no call of a new kind on ranks"):
-            context_parallel_attention(q, k, v, mesh)
+            call()
     else:
-        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
-            context_parallel_attention(q, k, v, mesh)
+        waits_in_vain(call)
     dist.barrier()
 
 
@@ -158,20 +165,16 @@ def waiting(known, seconds):
 
 def check_a_kind_that_only_some_ranks_know(world):
     """The others wait for as long as the store does, and then say for whom."""
-    mesh, odd = short_mesh(world), dist.get_rank() == world - 1
-    q, k, v = draw(*[(1, 8, 2, 4)] * 3)
-    context_parallel_attention(q, k, v, mesh)
-    known = agreement._agreements[mesh.get_group().group_name]
+    call, known, odd = after_a_call(world)
     if odd:
         others = ", ".join(map(str, range(world - 1)))
         missing = rf"a call must be the same on every rank; got no call of a new kind on ranks \[{others}\] for 1 s"
         with waiting(known, 1.0):
             for causal in (True, False):  # tokens of the next call are not sent for those of this one
                 with pytest.raises(warploom.ArgumentError, match=missing):
-                    context_parallel_attention(q, k, v, mesh, causal=causal)
+                    call(causal=causal)
     else:
-        with pytest.raises(RuntimeError, match=r"(?i)time|clos"):
-            context_parallel_attention(q, k, v, mesh)
+        waits_in_vain(call)
     dist.barrier()
 
 

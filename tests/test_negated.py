@@ -3,7 +3,7 @@
 Autograd of complex numbers hands such gradients to a backward.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,13 +155,6 @@ def test_gradients_from_complex_numbers(name: str, device: torch.device) -> None
     found = torch.autograd.grad(product.real, wanted, one)
     assert handed_over == [True]
     assert_equal(list(found), list(torch.autograd.grad(run(), wanted, one)))
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.sample(2)

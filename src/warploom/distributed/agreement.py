@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from warploom import errors
 from warploom.distributed.layout import chunks_of, close_bounds
-from warploom.distributed.ranks import Bounds, check_lengths, group_named, group_of, shown
-from warploom.errors import ArgumentError, WarploomError, fault
+from warploom.distributed.ranks import Bounds, group_named, group_of, shown
+from warploom.errors import ArgumentError, ShapeError, WarploomError, fault
 
 Tensor = torch.Tensor
 Lengths = tuple[int, ...]
@@ -204,7 +204,10 @@ def agree(
         ranks.write(Message(length, function, text))
         lengths = _compare(function, group.rank(), ranks.read(function))
         bounds = close_bounds(function, read, sum(lengths), tail=tail)
-        check_lengths(function, argument, lengths, chunks_of(bounds, group.size(), layout).lengths, layout)
+        expected = chunks_of(bounds, group.size(), layout).lengths
+        if lengths != expected:
+            what = f"the ranks' parts of a {layout} layout of {sum(lengths)} tokens, of lengths {expected}"
+            raise fault(ShapeError, function, argument, what, f"{lengths}")
         agreed = Agreed(tuple(lengths), bounds)
         ranks.remember(kind, agreed)
     return agreed

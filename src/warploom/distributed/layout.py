@@ -10,13 +10,14 @@ first chunk of all sequences in their order, then its second, then the packed se
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from warploom.distributed.balance import balance
-from warploom.distributed.ranks import Bounds, check_bounds, remembered
+from warploom.distributed.ranks import Bounds, remembered, shown
 from warploom.errors import ArgumentError, fault
 
 Tensor = torch.Tensor
@@ -113,5 +114,9 @@ def close_bounds(function: str, bounds: Bounds | None, length: int, *, tail: boo
     """
     if bounds is None:
         return (0, length)
-    check_bounds(function, bounds, length, tail=tail)
+    ends = bounds[-1] <= length if tail else bounds[-1] == length
+    if bounds[0] != 0 or not ends or any(a > b for a, b in itertools.pairwise(bounds)):
+        to = f"at most {length}" if tail else str(length)
+        expected = f"the bounds of the whole, from 0 to {to}, the tokens of all ranks, none below the one before"
+        raise fault(ArgumentError, function, "cu_seqlens", expected, shown(bounds))
     return bounds if bounds[-1] == length else (*bounds, length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -30,7 +29,6 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-_groups: dict[str, Any] = {}
 _bounds: Any = WeakTensorKeyDictionary()
 
 
@@ -69,22 +67,13 @@ def group_of(function: str, mesh: object) -> Any:
         raise fault(ArgumentError, function, "mesh", expected, f"{dimensions} dimensions{names}")
     if mesh.get_coordinate() is None:
         raise fault(ArgumentError, function, "mesh", "one that this rank is in", mesh)
-    return _known(mesh)
-
-
-def _known(mesh: DeviceMesh) -> Any:
-    group = mesh.get_group()
-    if not torch.compiler.is_compiling():  # PyTorch 2.11 cannot trace that a group is kept
-        _groups[group.group_name] = group
-    return group
+    return mesh.get_group()
 
 
 def group_named(name: str) -> Any:
-    """Returns the group of this name that `group_of` returned: operators of PyTorch know groups by name."""
-    if name not in _groups:  # every call so far was compiled
-        known: Any = dist.distributed_c10d
-        _groups[name] = known._resolve_process_group(name)
-    return _groups[name]
+    """Returns the group of this name: operators of PyTorch know groups by name."""
+    known: Any = dist.distributed_c10d
+    return known._resolve_process_group(name)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -102,17 +91,6 @@ def check_device(function: str, mesh: DeviceMesh, argument: str, tensor: Tensor)
     device = device_of(mesh)
     if tensor.device != device:
         raise fault(DeviceError, function, argument, f"on this rank's device of the mesh, {device}", tensor.device)
-
-
-def check_lengths(function: str, argument: str, lengths: list[int], expected: list[int], layout: str) -> None:
-    """Raise on every rank unless all have the parts that a layout gives them.
-
-    Raises:
-        ShapeError: They do not.
-    """
-    if lengths != expected:
-        what = f"the ranks' parts of a {layout} layout of {sum(lengths)} tokens, of lengths {expected}"
-        raise fault(ShapeError, function, argument, what, f"{lengths}")
 
 
 def check_packed(function: str, cu_seqlens: object) -> None:
@@ -141,19 +119,6 @@ def bounds_of(cu_seqlens: Tensor) -> Bounds:
         known = (cu_seqlens._version, tuple(cu_seqlens.tolist()))
         _bounds[cu_seqlens] = known
     return known[1]  # type: ignore[no-any-return]
-
-
-def check_bounds(function: str, bounds: Bounds, length: int, *, tail: bool = False) -> None:
-    """Raise unless bounds are those of a whole sequence of a length; with ``tail`` they may end before it.
-
-    Raises:
-        ArgumentError: They are not.
-    """
-    ends = bounds[-1] <= length if tail else bounds[-1] == length
-    if bounds[0] != 0 or not ends or any(a > b for a, b in itertools.pairwise(bounds)):
-        to = f"at most {length}" if tail else str(length)
-        expected = f"the bounds of the whole, from 0 to {to}, the tokens of all ranks, none below the one before"
-        raise fault(ArgumentError, function, "cu_seqlens", expected, shown(bounds))
 
 
 def shown(bounds: Bounds | None) -> str:
