@@ -164,13 +164,15 @@ def _agreements_of(group: Any) -> Agreements:
     return known
 
 
-def remember_whole(group: Any, lengths: list[int]) -> None:
+def remember_whole(group: Any, bounds: Bounds, layout: str) -> None:
     """Remember the lengths of the parts of a whole that this rank cuts, as the others do, without a message.
 
     Where all are equal each rank knows the whole by its part.
     """
-    if len(set(lengths)) > 1:
-        _agreements_of(group).remember_whole(tuple(lengths))
+    if not torch.compiler.is_compiling():
+        lengths = chunks_of(bounds, group.size(), layout).lengths
+        if len(set(lengths)) > 1:
+            _agreements_of(group).remember_whole(tuple(lengths))
 
 
 def agree(

@@ -47,12 +47,6 @@ def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
     return close_bounds(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length, tail=True)
 
 
-def _remember(group: Any, bounds: Bounds, layout: str) -> None:
-    """Tell `agree` of parts of unequal lengths, which may not tell how long the whole is."""
-    if not torch.compiler.is_compiling():
-        remember_whole(group, chunks_of(bounds, group.size(), layout).lengths)
-
-
 def _checked_dim(function: str, x: object, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise fault(DtypeError, function, "x", "a tensor", type(x).__name__)
@@ -103,7 +97,7 @@ def shard_sequence(
     dim = _checked_dim(name, x, dim)
     check_device(name, mesh, "x", x)
     bounds = _whole(name, x.shape[dim], cu_seqlens)
-    _remember(group, bounds, layout)
+    remember_whole(group, bounds, layout)
     return x.index_select(dim, rows_on(bounds, group.size(), layout, group.rank(), x.device))
 
 
@@ -227,7 +221,7 @@ def local_position_ids(
     if length < 0:
         raise fault(ArgumentError, name, "length", "at least 0", length)
     bounds = _whole(name, length, cu_seqlens)
-    _remember(group, bounds, layout)
+    remember_whole(group, bounds, layout)
     return _positions_on(bounds, group.size(), layout, group.rank(), device_of(mesh)).clone()
 
 
