@@ -167,8 +167,8 @@ class Attention(nn.Module):
         else:
             check_one_form("Attention", **given)
         packed = {name: bounds for name, bounds in given.items() if bounds is not None}
-        bounds = list(packed.values()) or [None]
-        of_x, of_keys = bounds[0], bounds[-1]  # with `cu_seqlens`, or one of the others, the same
+        bounds: list[Tensor | None] = list(packed.values()) or [None]
+        of_x, of_keys = bounds[0], bounds[-1]
         self._check(x, context, position_ids, cache, of_x)
         start = {"offset": 0 if cache is None else cache.offset, "cu_seqlens": of_x}
         start = start if position_ids is None else {"position_ids": position_ids}
