@@ -186,7 +186,7 @@ def test_a_sentence_says_what_is_faster_level_and_slower():
     (row,) = overview.rows
     assert row.sentence == (
         "Faster than the fastest alternative in 2 of 4 cases, 1.50 times; level in 1; "
-        "slower in 1, up to 1.33 times the time of other (fwd, n=256); 50 % of the limit."
+        "slower in 1, up to 1.33 times the time of other (fwd, n=256); 50\N{NO-BREAK SPACE}% of the limit."
     )
     assert row.note == ("Not counted: 1 without an alternative in the same run, 1 disturbed.")
     assert row.place == "H100"
@@ -467,7 +467,7 @@ def test_wrong_results_are_named_by_provider_and_those_of_peers_are_no_alarm(tmp
     assert explained == 1  # where badges are explained
     fail(records, "warploom", "fwd", 256, status="incorrect", reason="0.3 over the budget", ms=None)
     page = page_of(save(tmp_path / "other", records, GPU))
-    assert '<span class="badge incorrect">1 incorrect</span>' in page
+    assert '<span class="badge incorrect">1 incorrect: warploom 1</span>' in page
 
 
 def test_a_disturbed_speed_is_shown_and_marked(tmp_path):

@@ -126,7 +126,11 @@ def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
         case, pair = min(lost, key=lambda entry: entry[1].ratio)
         most = f"up to {format_ratio(1 / pair.ratio)} times the time of {pair.b.provider}"
         parts.append(f"slower in {len(lost)}, {most} ({case.mode}, {case.words})")
-    parts += [f"{100 * median(shares):.{0 if median(shares) > 0.01 else 2}f} % of the limit"] if shares else []
+    parts += (
+        [f"{100 * median(shares):.{0 if median(shares) > 0.01 else 2}f}\N{NO-BREAK SPACE}% of the limit"]
+        if shares
+        else []
+    )
     who = "" if section.subject == "ours" else f"{section.subject}: "
     if section.definition:
         who = "No kernel of warploom ran; PyTorch's definition: "

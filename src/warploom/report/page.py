@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,27 +63,21 @@ def _describe(environment: Mapping[str, Any]) -> str:
     return " · ".join([device_name(environment), *versions])
 
 
-def _count_outcomes(sections: Iterable[Section]) -> list[tuple[str, bool, list[tuple[str, str]]]]:
-    """Count results by state: for warploom, and for others with their names. Returns states and their words."""
-    counts: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
-    for section in sections:
-        for point in section.points:
-            name = point.record.provider
-            if name != LIMIT:
-                counts[section.is_peer(name)].setdefault(point.badge, Counter())[name] += 1
+def _count_outcomes(sections: Iterable[Section]) -> list[tuple[str, str, bool]]:
+    """Count results by state. Returns the state, its number and providers in words, and True for peers."""
+    points = [
+        (section, point) for section in sections for point in section.points if point.record.provider != LIMIT
+    ]
     found = []
-    for peer, of in counts.items():
-        words = [(state, f"{of[state].total()} {state}") for state in STATES if state in of]
-        if peer:
-            words = [
-                (state, text + (f": {_list_names(of[state])}" if state != "ok" else "")) for state, text in words
-            ]
-        found.append(("other providers" if peer else "the operators themselves", peer, words))
-    return [entry for entry in found if entry[2]]
-
-
-def _list_names(counted: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counted.most_common())
+    for peer, state in itertools.product((False, True), STATES):
+        counts = Counter(
+            point.record.provider
+            for section, point in points
+            if point.badge == state and section.is_peer(point.record.provider) == peer
+        )
+        names = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        found += [(state, f"{counts.total()} {state}: {names}", peer)] if counts else []
+    return found
 
 
 def _make_warnings(records: Sequence[Record], environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
