@@ -28,7 +28,7 @@ Case = tuple[str, str, str, str]
 
 
 def case_of(record: Record) -> Case:
-    """What records of one case have in common, whoever's they are."""
+    """Returns what the records of all providers in one case have in common."""
     return record.operator, record.suite, json.dumps(record.case, sort_keys=True), record.mode
 
 

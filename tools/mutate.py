@@ -33,7 +33,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = Path(__file__).with_name("mutants.toml")
 COPIED = ("src", "tests", "examples", "tools", "docs", "results", "pyproject.toml", "mkdocs.yml", "README.md")
-"""What of the tree the tests need."""
+"""The files and folders of the tree that the tests need."""
 SECONDS = 1800.0
 """After which tests are stopped: a mutant that never ends is killed."""
 
@@ -53,7 +53,7 @@ class Mutant:
     tests: Sequence[str]
     """Arguments of pytest: files and tests."""
     select: str = ""
-    """What ``-k`` selects among them."""
+    """The expression by which ``-k`` selects among them."""
     wider: Sequence[str] = ()
     """Run if the others pass."""
     needs: str = "cpu"
@@ -61,7 +61,7 @@ class Mutant:
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant, or of a run of tests."""
+    """The result of a mutant, or of a run of tests."""
 
     status: str
     """``killed``, ``survived`` or ``error``."""

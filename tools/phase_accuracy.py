@@ -1,4 +1,4 @@
-"""How far cosines and sines of large positions are from float64: the kernels' exact phase and what is common.
+"""Errors of cosines and sines at large positions against float64: the kernels' exact phase and what is common.
 
 A position and a frequency that are exact in float32 have a product that is exact in float64, so float64 is the
 truth here to about 1e-16 of a radian times the angle.
@@ -72,7 +72,7 @@ def measure_phase(device: torch.device, backend: Backend = "auto") -> dict[str, 
 
 
 def _fingerprint() -> str:
-    """Of the kernel on an H200: wherever the accuracy was measured, its arithmetic is the same."""
+    """Returns the fingerprint of the kernel on an H200: its arithmetic is the same on any GPU."""
     x, theta = torch.empty(1, WINDOW, 1, HEAD_DIM // 2), torch.empty(HEAD_DIM // 2)
     return of_calls(lambda: lrpe_cosine(x, theta, offset=1, backend="triton"), "sm_90/132")
 

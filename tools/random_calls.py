@@ -36,7 +36,7 @@ SHRINKING = 15.0
 EVERY = 10.0
 """Seconds between two lines of progress."""
 MULTIPROCESSORS = 132
-"""Of the GPU that is compiled for, which some plans depend on."""
+"""Multiprocessors of the GPU that is compiled for, which some plans depend on."""
 
 
 def pick_operators(names: Sequence[str]) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def _distinct(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def variants_of(call: Call, arch: int) -> list[Any]:
-    """What a call would launch; nothing if it is refused."""
+    """Returns the kernel variants that a call would launch; none if it is refused."""
     from warploom.runtime import launch
 
     with launch.record_builds(arch, MULTIPROCESSORS) as builds:

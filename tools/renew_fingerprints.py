@@ -27,13 +27,13 @@ FILE = "records.jsonl"
 
 
 def key_of(record: dict[str, Any]) -> str:
-    """What is planned of a record: everything but what was measured."""
+    """Returns the fields of a record that decide what it launches."""
     names = ("operator", "case", "provider", "mode")
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def plan(checkout: Path, folder: Path) -> tuple[dict[str, tuple[str, list[Any]]], dict[str, Any]]:
-    """Of each record's key its fingerprint and builds by name, with the code that is imported; and the builds."""
+    """Returns the fingerprint and the names of builds by record, with the code that is imported; and the builds."""
     from warploom.bench import fingerprint as module
     from warploom.ops import benches
     from warploom.runtime import launch
@@ -79,7 +79,7 @@ def _compile(name: str) -> tuple[str, str]:
 
 
 Described = dict[str, tuple[str, list[str]]]
-"""Of each record's key its fingerprint, and a name or the digest of the code of all that it launches."""
+"""By record its fingerprint, and a name or the digest of the code of each build that it launches."""
 
 
 def describe(checkout: Path, folder: Path, jobs: int, same: set[str] | None) -> Described:

@@ -84,12 +84,12 @@ class Place:
     file: str
     line: int
     text: str
-    """What stands there; empty where the file is not found."""
+    """The line's text; empty where the file is not found."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tool reported, all reports of a kind and place together."""
+    """A tool's reports of one kind and place."""
 
     tool: str
     group: str
@@ -120,7 +120,7 @@ class Explanation:
     """Every line that the report names holds one of these texts."""
 
     def explains(self, finding: Finding) -> bool:
-        """Whether a finding is this one."""
+        """Returns True if a finding is this one."""
         if self.tool != finding.tool:
             return False
         pairs = (
@@ -149,7 +149,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a process."""
+    """The result of a process."""
 
     task: Task
     seconds: float
@@ -318,7 +318,7 @@ def run_task(task: Task, kernels: Sequence[Kernel], seconds: float) -> Result:
 
 
 def _run(command: Sequence[str], environment: dict[str, str], seconds: float) -> str:
-    """What went wrong in a process and those that it starts, if anything did."""
+    """Run a command; returns what went wrong in it and the processes that it starts, if anything did."""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
@@ -370,7 +370,7 @@ def tasks_of(tool: str, calls: Sequence[tuple[str, str]], known: Sequence[Explan
 
 
 def for_this_gpu(kernel: Kernel) -> bool:
-    """Whether a kernel is for the GPU that is here: those written in Gluon are for Hopper."""
+    """Returns True if a kernel is for the GPU that is here: those written in Gluon are for Hopper."""
     import torch
 
     return not kernel.gluon or torch.cuda.get_device_capability()[0] == 9
@@ -440,7 +440,7 @@ def print_launched(kernels: Sequence[Kernel]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """What nothing explains, and what is known."""
+    """Returns the findings that nothing explains, and the reasons of the others, as text."""
     unknown, lines = [finding for finding in findings if not finding.known], [""]
     for finding in unknown:
         name = finding.kernel or finding.call or finding.group

@@ -113,7 +113,7 @@ def _stream(x: Tensor) -> None:
 
 
 def _sums(rows: Tensor) -> None:
-    """What ranks sent for each row, added up."""
+    """Add up what ranks sent for each row."""
     from warploom.distributed.kernels import sum_rows
 
     order, ends = (torch.tensor(x, dtype=torch.int32, device=rows.device) for x in ([0, 3, 1, 2, 4], [0, 2, 2, 5]))

@@ -172,7 +172,7 @@ def _has(record: Record, parameters: Mapping[str, Any]) -> bool:
 
 
 def _is_typical(row: Row, record: Record) -> bool:
-    """Whether it is a time of ours of the case that is shown."""
+    """Returns True for a time of ours of the case that is shown."""
     ours = record.provider.startswith(KERNELS) and bool(record.ms)
     return ours and record.mode == row.mode and _has(record, row.kind) and _has(record, row.typical)
 
@@ -252,7 +252,7 @@ def _heading(operator: str, gpu: str) -> str:
 
 
 def elsewhere_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """The same of other GPUs."""
+    """Every bench of the other GPUs: tables as `whole_tables` writes them."""
     return "\n\n".join(_whole(records, devices, name, "###") for name in [*by_gpu(records, devices)][1:]) or NOTHING
 
 
@@ -420,7 +420,7 @@ def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str
 
 
 def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
-    """How many cases of LRPE have a smaller share of the limit than was aimed at, and the least."""
+    """Counts the cases of LRPE that have a smaller share of the limit than was aimed at, and names the least."""
     found: dict[tuple[str, str, str], list[tuple[float, bool, str]]] = {}
     lrpe = [record for record in records if record.operator.startswith("lrpe_")]
     for section, panel, mode, x, record in _measured(lrpe, devices, MODES):
@@ -449,7 +449,7 @@ COMPUTED = {
     "window": "attention with a window",
     "linear": "linear attention",
 }
-"""What the cases of the bench compute, in the order of the rows."""
+"""The kinds of cases of the bench, in the order of the rows."""
 MODES_OVER_GPUS = ("fwd", "fwd_bwd")
 
 
@@ -478,7 +478,7 @@ def _share(fraction: float | None) -> str:
 
 
 def _same_bits(record: Record) -> str:
-    """Whether the output and the gradient of queries had the bits of one GPU's."""
+    """Names the results, of the output and the gradient of queries, that had the bits of one GPU's."""
     same = (record.details or {}).get("bits_of_one_gpu", {})
     return ", ".join(f"{'' if same[name] else 'not '}{name}" for name in ("out", "dq") if name in same)
 
@@ -528,11 +528,11 @@ SHOWN = {
     "kv_rank": (None,),
     "encoding": ("rotate",),
 }
-"""What the pictures show of a bench that has these parameters. The first is what stands for one that has none."""
+"""Values of parameters that pictures show. The first stands for a bench that does not have the parameter."""
 
 
 def pictured(records: Sequence[Record], devices: Mapping[str, str]) -> list[Record]:
-    """Of each bench the records of one GPU: the first that timed what is typical of it, else the first with any."""
+    """Returns each bench's records of the first GPU that timed its typical case, else of the first with any."""
 
     def stands(record: Record) -> bool:
         rows = [row for row in ROWS if row.operator == record.operator]
@@ -549,7 +549,7 @@ def pictured(records: Sequence[Record], devices: Mapping[str, str]) -> list[Reco
 
 
 def _times(panel: Panel, section: Section) -> int:
-    """How many times of ours a panel has."""
+    """Counts the times of ours in a panel."""
     return sum(bool(p.ms) for mode in panel.modes for p in panel.at(mode).get(section.emphasis, {}).values())
 
 
@@ -619,7 +619,7 @@ def update(text: Path, records: Sequence[Record], devices: Mapping[str, str]) ->
 
 
 def _place(record: Record) -> tuple[str, ...]:
-    """What a record's other providers share with it."""
+    """Returns what the records of all providers in one case of a GPU have in common."""
     case = json.dumps(record.case, sort_keys=True)
     return record.operator, record.suite, record.mode, case, record.environment
 

@@ -29,7 +29,7 @@ class Memory:
     strides: tuple[int, ...]
     """In elements; 0 for an axis that is expanded."""
     offset: int
-    """Of the first element in its storage."""
+    """The place of the first element in its storage."""
     size: int
     """Elements of the storage."""
     negated: bool = False
@@ -48,7 +48,7 @@ class Array:
     ``zeros``; ``decays``, frequencies of which some are as strong as any, or ``infinite``; ``integers`` between
     bounds; or ``numbers``."""
     scale: float = 1.0
-    """Of floating numbers."""
+    """Factor of floating numbers."""
     numbers: tuple[int, ...] = ()
     """The bounds, or the numbers."""
     ends: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Placed:
     tensor: Tensor
     """The view that an operator gets."""
     dense: Tensor
-    """The same numbers in a tensor of their own, for the definition."""
+    """A dense copy of the numbers, for the definition."""
     storage: Tensor
     """All of the memory, flat."""
     before: Tensor

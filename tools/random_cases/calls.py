@@ -19,10 +19,10 @@ _Shape = tuple[int, ...]
 
 DTYPES = ("float32", "float16", "bfloat16")
 OWN_DTYPES = ("float32", "float32", "float32", "float16", "bfloat16", "float64")
-"""Of what has a dtype of its own: frequencies, decays, states."""
+"""Dtypes of frequencies, decays and states, which have one of their own."""
 TILES = (16, 32, 64, 128)
 SIZES = tuple(sorted({1, 2, 3, 4, 5, 7, 11, 13, 29, 67, 97, 191, 257, *(t + d for t in TILES for d in (-1, 0, 1))}))
-"""Of sequences: small, prime, and about the sizes of tiles."""
+"""Lengths of sequences: small, prime, and about the sizes of tiles."""
 LONG = (300, 511, 513, 1023, 1025, 2049, 4099)
 FEATURES = (
     1, 2, 3, 5, 8, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 64, 65, 80, 96, 127, 128, 128, 129, 192, 255, 256,
@@ -32,7 +32,7 @@ ELEMENTS = {False: (2**14, 2**14, 2**15, 2**15, 2**16, 2**16, 2**18, 2**21), Tru
 PRODUCTS = {False: (2**16, 2**17, 2**18, 2**23), True: (2**12,)}
 """Most products of a query and a key, over all batch entries and heads."""
 MOST_PRODUCTS = 2**25
-"""The same where there are as many queries as keys: the definition holds some twenty matrices of float64."""
+"""Most products where there are as many queries as keys: the definition holds some twenty matrices of float64."""
 POSITIONAL = {
     "lrpe_rotate": 2,
     "lrpe_cosine": 2,
@@ -40,7 +40,7 @@ POSITIONAL = {
     "linear_attention": 3,
     "rotary_attention": 2,
 }
-"""How many arguments may be given without a name, of those that have not six."""
+"""Arguments that may be given without a name, where these are not six."""
 DEGENERATE = (1.0, 1.0, 1.0, 0.0, 1e-30, 1e-6, 1e-3, 30.0, 1e4)
 """Sizes of tensors in a degenerate call."""
 FARTHEST = 2**24
@@ -63,11 +63,11 @@ class Call:
     outputs: tuple[_Shape, ...]
     """Shapes of the results."""
     seed: int
-    """Of all numbers."""
+    """Seed of all numbers."""
     gradients: tuple[Array | None, ...] = ()
-    """Of the results; None for one of which none comes. Empty where no gradient is asked for."""
+    """Incoming gradients; None for a result that gets none. Empty where no gradient is asked for."""
     positional: int = 0
-    """How many arguments are given without a name."""
+    """The number of arguments that are given without a name."""
     recorded: bool = True
     """True if gradients are being recorded."""
     matmul_precision: str = "highest"
@@ -79,7 +79,7 @@ class Call:
     answers: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """All of them."""
     varied: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """How many options there were, for each."""
+    """The number of options that each choice had."""
 
     @property
     def dtype(self) -> str:

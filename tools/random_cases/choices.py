@@ -39,11 +39,11 @@ class Choices:
     ) -> None:
         self.seed, self.given, self.settled, self.other, self.small = seed, given or {}, settled, other, small
         self.answers: dict[str, Any] = {}
-        """Of every choice that was asked for."""
+        """All answers, by the name of the choice."""
         self.record: dict[str, Any] = {}
         """Those that are not the simplest."""
         self.options: dict[str, int] = {}
-        """How many there were to choose from."""
+        """The number of options that each choice had."""
 
     def choice(self, name: str, options: Sequence[T], compiled: int | None = None) -> T:
         """Returns one of the options: the first is the simplest, and one that stands there twice is drawn as often.

@@ -58,7 +58,7 @@ class Tally:
     """The counts of what was run."""
 
     calls: int = 0
-    """Of an operator, forward and, where a gradient is asked for, backward."""
+    """Calls of an operator, forward and, where a gradient is asked for, backward."""
     cases: int = 0
     """Calls that differ, each compared with float64."""
     redrawn: int = 0
@@ -85,7 +85,7 @@ class Fault:
     fatal: bool = False
     """True if the process can run nothing more."""
     rounds: int = field(default=1, compare=False)
-    """How many times the calls were run until it showed."""
+    """The number of times that the calls were run until it showed."""
 
     @property
     def distinct(self) -> list[Call]:

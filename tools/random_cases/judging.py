@@ -1,4 +1,4 @@
-"""Whether a call does what it must: its results, and what it leaves behind, against the operators' contract."""
+"""Judges if a call does what it must: its results, and what it leaves behind, against the operators' contract."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Verdict:
     ratio: float
     """The largest error over its budget."""
     redrawn: int
-    """How many results missed the budget of the first draw, and kept that of more."""
+    """The number of results that missed the budget of the first draw, and kept that of more."""
     bits: list[Tensor]
-    """Of the results, for `repeat`."""
+    """Bits of the results, for `repeat`."""
 
 
 class Prepared:

@@ -37,7 +37,7 @@ class Plan:
     source: Source
     device: str
     backend: str | None = None
-    """What every call runs on; None for its own choice."""
+    """The backend of every call; None for its own choice."""
     seconds: float = 60.0
     workers: int = 1
 
