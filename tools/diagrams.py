@@ -304,6 +304,54 @@ def draw_architecture() -> str:
     return d.render()
 
 
+def draw_layouts() -> str:
+    """Which rank holds which part of a sequence."""
+    d = Drawing(720, 236, "Layouts of a sequence over four ranks: zigzag in eight chunks, contiguous in four")
+    colours = (BLUE, ORANGE, GREEN, GREY)
+    d.words(0, 16, "zigzag", bold=True)
+    d.words(64, 16, "a rank has an early chunk and a late one: the same work in causal attention", points=12)
+    for chunk in range(8):
+        rank = min(chunk, 7 - chunk)
+        d.box(chunk * 90, 28, 86, 50, colours[rank], f"chunk {chunk}", f"rank {rank}")
+    d.words(0, 116, "contiguous", bold=True)
+    d.words(
+        88, 116, "a rank has one chunk: linear attention, and windows that are short against a chunk", points=12
+    )
+    for rank in range(4):
+        d.box(rank * 180, 128, 176, 50, colours[rank], f"chunk {rank}", f"rank {rank}")
+    d.arrow((0, 206), (716, 206))
+    d.words(0, 228, "tokens of the sequence", points=12)
+    return d.render()
+
+
+def draw_rounds() -> str:
+    """Softmax over the sequence: a tile is reduced in one round, and applied some rounds later from the cache."""
+    d = Drawing(
+        720, 216, "Softmax over the sequence: every round a program reduces one tile and applies an earlier one"
+    )
+    d.words(0, 16, "one program, here with a lag of two rounds", bold=True)
+    d.words(0, 62, "reduce a tile", points=13)
+    d.words(0, 78, "read from memory", points=12)
+    d.words(0, 140, "apply to a tile", points=13)
+    d.words(0, 156, "read from the L2 cache", points=12)
+    for i in range(5):
+        x = 150 + i * 114
+        d.words(x + 52, 34, f"round {i}", "middle", 12)
+        d.box(x, 44, 104, 44, GREEN, f"tile {i}: sums,", "counter + 1")
+        if i >= 2:
+            d.box(x, 122, 104, 44, BLUE, f"tile {i - 2}: wait,", "y = p / sum")
+        if i + 2 < 5:
+            d.arrow((x + 80, 88), (x + 2 * 114 + 24, 122), dashed=True)
+    d.words(
+        0,
+        198,
+        "A tile waits until the counter of its slab has the number of parts. All programs run at once, and each",
+        points=12,
+    )
+    d.words(0, 213, "reduces before it waits: so waiting ends.", points=12)
+    return d.render()
+
+
 DIAGRAMS: Mapping[str, Callable[[], str]] = {
     "architecture": draw_architecture,
     "hopper_forward": draw_hopper_forward,
@@ -311,6 +359,8 @@ DIAGRAMS: Mapping[str, Callable[[], str]] = {
     "decoding_chunks": draw_chunks,
     "linear_attention_tile": draw_linear_chunk,
     "tpa_factors": draw_factors,
+    "context_parallel_layouts": draw_layouts,
+    "softmax_sequence_rounds": draw_rounds,
 }
 
 
