@@ -186,7 +186,7 @@ def query_loop(
         dv = warpgroup_mma(factor, matrix(do.tiles, slot), dv, is_async=True)  # dV += Pᵀ dO
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
-        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)
+        dlogits = as_factor(slopes * (dweights - row_delta[None, :]), dtype, OUT_LAYOUT)  # dSᵀ = Pᵀ ⊙ (dPᵀ − δ)
         dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)  # dK += dSᵀ Q
         dv, factor = warpgroup_mma_wait(1, deps=[dv, factor])
         mbarrier.arrive(do.empty.index(slot))

@@ -106,16 +106,16 @@ def kv_loop_unpipelined(dq, count, group, own, begin, end, kernel, MASKED: gl.co
     for i in range(end - begin):
         # count >> 30 is zero, which the compiler cannot know: it computes addresses here, and holds none in registers.
         place = group + (count >> 30)
-        logits = product_transposed((matrix(kernel.q_tiles, place),), k, count, LAYOUT)
-        dweights = product_transposed((matrix(kernel.do_tiles, place),), v, count, LAYOUT)
+        logits = product_transposed((matrix(kernel.q_tiles, place),), k, count, LAYOUT)  # S = Q Kᵀ
+        dweights = product_transposed((matrix(kernel.do_tiles, place),), v, count, LAYOUT)  # dP = dO Vᵀ
         logits = warpgroup_mma_wait(1, deps=[logits])
         n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
-        weights = weights_of(logits, own.lse, n, queries, call, dtype, MASKED, LAYOUT, config)
+        weights = weights_of(logits, own.lse, n, queries, call, dtype, MASKED, LAYOUT, config)  # P = 2^(S − lse)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         mbarrier.arrive(v.empty.index(count % v.tiles.shape[0]))
-        dlogits = as_factor(weights * (dweights - own.delta[:, None]), dtype, OUT_LAYOUT)
+        dlogits = as_factor(weights * (dweights - own.delta[:, None]), dtype, OUT_LAYOUT)  # dS = P ⊙ (dP − δ)
         slot = count % k.tiles.shape[0]
-        dq = warpgroup_mma(dlogits, matrix(k.tiles, slot), dq, is_async=True)
+        dq = warpgroup_mma(dlogits, matrix(k.tiles, slot), dq, is_async=True)  # dQ += dS K
         dq, dlogits = warpgroup_mma_wait(0, deps=[dq, dlogits])
         mbarrier.arrive(k.empty.index(slot))
         count += 1
@@ -123,7 +123,7 @@ def kv_loop_unpipelined(dq, count, group, own, begin, end, kernel, MASKED: gl.co
 
 
 @gluon.jit
-def query_gradient(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
+def gradient_of_queries(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
     """Returns the gradient of 64 queries, with the gradient of one tile of keys in flight beside the weights of the next."""
     scheduler, k, v, call = kernel.scheduler, kernel.k, kernel.v, kernel.call
     STAGES: gl.constexpr = config.STAGES
@@ -167,7 +167,7 @@ def query_gradient(queries, row_lse, row_delta, count, own: gl.constexpr, kernel
 
 
 @gluon.jit
-def wide_query_gradient(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
+def gradient_of_wide_queries(queries, row_lse, row_delta, count, own: gl.constexpr, kernel, config: gl.constexpr):
     """Returns the gradient of 64 queries of more than 128 features."""
     call = kernel.call
     D: gl.constexpr = kernel.q_tiles.shape[4]
@@ -203,9 +203,9 @@ def compute_for_queries(own: gl.constexpr, config: gl.constexpr, kernel):
         row_lse = load_row_values(kernel.lse, place.row, m, tokens, float("inf"), LAYOUT)
         row_delta = load_row_values(kernel.delta, place.row, m, tokens, 0.0, LAYOUT)
         if D > NARROW_HEAD:
-            dq, count = wide_query_gradient(queries, row_lse, row_delta, count, own, kernel, config)
+            dq, count = gradient_of_wide_queries(queries, row_lse, row_delta, count, own, kernel, config)
         else:
-            dq, count = query_gradient(queries, row_lse, row_delta, count, own, kernel, config)
+            dq, count = gradient_of_queries(queries, row_lse, row_delta, count, own, kernel, config)
             tma.store_wait(0)  # until the tile before has left its buffer
         batch, head = place.row // schedule.heads, place.row % schedule.heads
         if config.PIECES > 1:

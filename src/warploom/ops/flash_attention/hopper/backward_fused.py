@@ -163,7 +163,7 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 
 
 @gluon.jit
-def all_gradients_loop(dk, dv, count, keys, kernel, own: gl.constexpr, config: gl.constexpr):
+def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, config: gl.constexpr):
     """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
     A tile's gradient of queries is formed one step later, when the other group's gradients of logits are there, and
@@ -180,7 +180,7 @@ def all_gradients_loop(dk, dv, count, keys, kernel, own: gl.constexpr, config: g
     if steps > 0:
         # count >> 30 is zero. The compiler, which cannot know, works out addresses in the loop and not before.
         k_tile = matrix(exchange.k_tiles, own + (count >> 30))
-        logits = product_transposed((k_tile,), q, count, LAYOUT)  # (keys, queries)
+        logits = product_transposed((k_tile,), q, count, LAYOUT)  # Sᵀ = K Qᵀ
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = keys.end - 1
         member = m * 0
@@ -191,20 +191,21 @@ def all_gradients_loop(dk, dv, count, keys, kernel, own: gl.constexpr, config: g
             mbarrier.wait(do.full.index(slot), phase)
             do_tile = matrix(do.tiles, slot)
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+            # dPᵀ = V dOᵀ
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
-                logits, kernel.lses.index(slot), m, keys, kernel.call, dtype, LAYOUT, config
+                logits, kernel.lses.index(slot), m, keys, used, kernel.call, dtype, LAYOUT, config
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
-            dv = warpgroup_mma(factor, do_tile, dv, is_async=True)
+            dv = warpgroup_mma(factor, do_tile, dv, is_async=True)  # dV += Pᵀ dO
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)
+            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)  # dSᵀ = Pᵀ ⊙ (dPᵀ − δ)
             share_dlogits(exchange, rounded, count, own)
-            # The first of these products, so that it leaves beside the others.
+            # dQ = dS K, of the tile before. The first of these products, so that it leaves beside the others.
             dq = query_gradient(exchange, count - 1, own, zero, count > start)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
-            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)
+            dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)  # dK += dSᵀ Q
             dv, factor = warpgroup_mma_wait(2, deps=[dv, factor])
             mbarrier.arrive(do.empty.index(slot))
             # Behind the last tile, that tile's again: a branch would end what is in flight.
@@ -249,6 +250,7 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
     while work.tile < tiles:
         place = whole_loop(tile_place(work.tile, schedule, False))
         keys = own_keys(place, key_heads, own, kernel, config)
+        used = None
         if config.ENDS or call.seqused_k is not None:
             full = keys.full
             used = keys.seq.keys - place.block * BLOCK_N - own * ROWS
@@ -258,10 +260,10 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
                     clear_unused(matrix(exchange.v_tiles, own), used)
                     fence_async_shared()
                 full = keys.high
-            keys = OwnKeys(keys.seq, keys.begin, full, keys.high, keys.end, keys.first, keys.reach, used)
+            keys = OwnKeys(keys.seq, keys.begin, full, keys.high, keys.end, keys.first, keys.reach)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dk, dv, count = all_gradients_loop(dk, dv, count, keys, kernel, own, config)
+        dk, dv, count = all_gradients_loop(dk, dv, count, keys, used, kernel, own, config)
         # Worked out again rather than held in registers.
         place = tile_place(read(scheduler, work.slot), schedule, False)
         batch, head = place.row // key_heads, place.row % key_heads
@@ -314,15 +316,6 @@ def tiles_before(block, m, seq, call, config: gl.constexpr):
 
 
 @gluon.jit
-def add_part(desc, batch, head, row, feature, tile, before):
-    """Add a tile to device memory, or store it if it is the first."""
-    if before == 0:
-        tma.async_copy_shared_to_global(desc, [batch, head, row, feature], tile)
-    else:
-        tma.async_add(desc, [batch, head, row, feature], tile)
-
-
-@gluon.jit
 def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
     """Run the warp that adds up the part of the gradient of queries that group number ``own`` forms.
 
@@ -353,10 +346,14 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
             stage = count % STAGES * GROUPS + own
             mbarrier.wait(exchange.part_full.index(stage), count // STAGES & 1)
             wait_until_added(counter, before)
+            row, feature = m, own * ROWS
             if BLOCK_M > ROWS:
-                add_part(kernel.added, batch, head, m + own * ROWS, 0, exchange.parts.index(stage), before)
+                row, feature = m + own * ROWS, 0
+            part = exchange.parts.index(stage)
+            if before == 0:
+                tma.async_copy_shared_to_global(kernel.added, [batch, head, row, feature], part)
             else:
-                add_part(kernel.added, batch, head, m, own * ROWS, exchange.parts.index(stage), before)
+                tma.async_add(kernel.added, [batch, head, row, feature], part)
             tma.store_wait(0)
             mbarrier.arrive(exchange.part_empty.index(stage))
             tma.stored()

@@ -66,23 +66,15 @@ from warploom.ops.flash_attention.hopper.work import (
 
 
 @gluon.jit
-def own_terms_in_registers(tiles, TERMS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The terms of own rows, in registers."""
-    terms = ()
-    for i in gl.static_range(TERMS):
-        terms += (matrix(tiles, i).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
-    return terms
-
-
-@gluon.jit
 def product_of_terms(
-    a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr, SWAPPED: gl.constexpr = False
-):
-    """Start ``a · bᵀ`` of own rows and of a tile of a ring, the smallest products first.
+    a_terms, b_tiles, slot, TERMS: gl.constexpr, LAYOUT: gl.constexpr, SWAPPED: gl.constexpr = False,
+    TRANSPOSED: gl.constexpr = True,
+):  # fmt: skip
+    """Start ``a · bᵀ``, or ``a · b``, of own rows and of a tile of a ring, the smallest products first.
 
     ``SWAPPED``: in the order that the same products have in ``b · aᵀ``, so that the bits are the same.
     """
-    N: gl.constexpr = b_tiles.shape[3]
+    N: gl.constexpr = b_tiles.shape[3] if TRANSPOSED else b_tiles.shape[4]
     acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
     for left_out in gl.static_range(TERMS):
         for i in gl.static_range(TERMS - left_out):
@@ -90,7 +82,9 @@ def product_of_terms(
                 a, of_b = a_terms[i], TERMS - 1 - left_out - i
             else:
                 a, of_b = a_terms[TERMS - 1 - left_out - i], i
-            b = matrix(b_tiles, slot * TERMS + of_b).permute([1, 0])
+            b = matrix(b_tiles, slot * TERMS + of_b)
+            if TRANSPOSED:
+                b = b.permute([1, 0])
             acc = warpgroup_mma(a, b, acc, use_acc=left_out + i > 0, is_async=True)
     return acc
 
@@ -113,19 +107,8 @@ def add_product(acc, tile, ring, count, TERMS: gl.constexpr, LAYOUT: gl.constexp
             term = tile.to(ring.tiles.dtype)
             factors += (gl.convert_layout(term, gl.DotOperandLayout(0, LAYOUT, 2)),)
             tile = tile - term.to(gl.float32)
-        D: gl.constexpr = ring.tiles.shape[4]
-        whole = gl.zeros([ROWS, D], gl.float32, LAYOUT)
-        for left_out in gl.static_range(TERMS):
-            for i in gl.static_range(TERMS - left_out):
-                b = matrix(ring.tiles, slot * TERMS + i)
-                whole = warpgroup_mma(
-                    factors[TERMS - 1 - left_out - i], b, whole, use_acc=left_out + i > 0, is_async=True
-                )
-        if TERMS == 3:
-            whole, _, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1], factors[2]])
-        else:
-            whole, _, _ = warpgroup_mma_wait(0, deps=[whole, factors[0], factors[1]])
-        acc = acc + whole
+        whole = product_of_terms(factors, ring.tiles, slot, TERMS, LAYOUT, False, False)
+        acc = acc + warpgroup_mma_wait(0, deps=(whole,) + factors)[0]
     mbarrier.arrive(ring.empty.index(slot))
     return acc
 
@@ -147,13 +130,6 @@ def weight_buffers(STAGES: gl.constexpr, BLOCK: gl.constexpr):
     # Half a warp has 32 bytes of each of four rows: swizzled, these lie in different banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     return gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, BLOCK], swizzled)
-
-
-@gluon.jit
-def new_weights(tiles, full):
-    """Tiles of weights with their barriers, which are initialised."""
-    init_each(full)
-    return Weights(tiles, full)
 
 
 @gluon.jit
@@ -209,7 +185,7 @@ def factor_of(product, count, m, keys, kernel, VALUES: gl.constexpr, config: gl.
     stage = count % near.full.shape[0]
     row_values = kernel.lses.index(stage) if VALUES else kernel.deltas.index(stage)
     if VALUES:
-        tile, slopes = weights_and_slopes(product, row_values, m, keys, kernel.call, dtype, LAYOUT, config)
+        tile, slopes = weights_and_slopes(product, row_values, m, keys, None, kernel.call, dtype, LAYOUT, config)
         mbarrier.arrive(near.empty.index(stage))
         weights.tiles.index(stage).store(slopes)
         mbarrier.arrive(weights.full.index(stage))
@@ -371,10 +347,13 @@ def hopper_shared_key_kernel(
     if TERMS > 1:
         inverses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     weight_tiles = weight_buffers(STAGES, BLOCK_M)
-    weights_full = barriers(STAGES) if TERMS == 1 else None
+    if TERMS == 1:
+        weights_full = barriers(STAGES)
     scheduler = new_scheduler(counters, 1, 2)
     q, do = new_ring(q_tiles, STAGES, 2), new_ring(do_tiles, STAGES, 2)
-    weights = new_weights(weight_tiles, weights_full if TERMS == 1 else barriers(STAGES))
+    if TERMS > 1:
+        weights_full = barriers(STAGES)
+    init_each(weights_full)
     fence_async_shared()
     call = AttentionCall(
         lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
@@ -382,7 +361,7 @@ def hopper_shared_key_kernel(
     dk_result = Result(dk, None if config.SPLIT else v_tiles, dk_strides)
     dv_result = Result(dv, None if config.SPLIT else k_tiles, dv_strides)
     kernel = KeyKernel(
-        scheduler, k_tiles, v_tiles, q, lses, do, deltas, weights, None, dk_result, dv_result,
+        scheduler, k_tiles, v_tiles, q, lses, do, deltas, Weights(weight_tiles, weights_full), None, dk_result, dv_result,
         (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, inverse, inverses,
         None, None, call,
     )  # fmt: skip
@@ -429,7 +408,9 @@ def compute_weights(config: gl.constexpr, kernel):
         queries = own_queries(place, 0, kernel, config)
         row_lse = load_row_values(kernel.lse, place.row, queries.m, call.lengths.tokens, float("inf"), LAYOUT)
         row_inverse = load_row_values(kernel.inverse, place.row, queries.m, call.lengths.tokens, 0.0, LAYOUT)
-        q_terms = own_terms_in_registers(kernel.q_tiles, TERMS, LAYOUT)
+        q_terms = ()
+        for i in gl.static_range(TERMS):
+            q_terms += (matrix(kernel.q_tiles, i).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
         mbarrier.arrive(scheduler.empty.index(work.slot))
         count = weigh_keys(
             count, q_terms, row_lse, row_inverse, queries.full, queries.end, queries, kernel, True, config
@@ -498,11 +479,12 @@ def hopper_shared_query_kernel(
     weight_tiles = weight_buffers(STAGES, BLOCK_N)
     scheduler = new_scheduler(counters + 1, 1, 2)
     k, v = new_ring(k_tiles, STAGES, 2), new_ring(v_tiles, STAGES, 1)
-    weights = new_weights(weight_tiles, barriers(STAGES))
+    weights_full = barriers(STAGES)
+    init_each(weights_full)
     fence_async_shared()
     call = AttentionCall(lengths, schedule, right, scales.logits, scales.gradients)
     kernel = QueryKernel(
-        scheduler, q_tiles, do_tiles, k, v, None, weights, None, lse, None, delta, inverse, Result(dq, None, dq_strides),
+        scheduler, q_tiles, do_tiles, k, v, None, Weights(weight_tiles, weights_full), None, lse, None, delta, inverse, Result(dq, None, dq_strides),
         (q_desc, do_desc), (q_tiles, do_tiles), k_desc, v_desc, call,
     )  # fmt: skip
     gl.warp_specialize(

@@ -69,34 +69,36 @@ _EVEN = 0.45
 """This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles. Where the last of
 more keys than queries are causal, as in a chunk of a longer sequence, it lies between."""
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
-DESCRIBED = {
-    "forward": ("q_desc", "k_desc", "v_desc", "out"),
-    "key": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv"),
-    "query": ("q_desc", "k_desc", "v_desc", "do_desc", "dq"),
-    "backward": ("q_desc", "k_desc", "v_desc", "do_desc", "dk", "dv", "added"),
-}
-"""Parameters that are described, the results as long as they are whole."""
-_INPUTS = {"forward": 3, "key": 4, "query": 4}
-"""Number of inputs among them. The others are results."""
-_LOOPED = {
-    "forward": ("k_desc", "v_desc"),
-    "key": ("q_desc", "do_desc"),
-    "query": ("k_desc", "v_desc"),
-    "backward": ("q_desc", "do_desc"),
-}
-"""Tensors that a loop goes over; a group of warps owns rows of the others."""
-_KERNELS: dict[str, Any] = {
-    "forward": hopper_forward_kernel,
-    "key": hopper_key_kernel,
-    "query": hopper_query_kernel,
-}
-_LAST = {
-    "forward": ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
-    "key": ("lse", "delta", "counters", "seqused_k", "units"),
-    "query": ("lse", "delta", "counters", "seqused_k", "units"),
-    "backward": ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"),
-}
-"""Parameters that a launch takes behind those."""
+
+
+class _Kernel(NamedTuple):
+    """A kernel, and the parameters that a launch takes, in their order."""
+
+    function: Any
+    inputs: tuple[str, ...]  # described
+    results: tuple[str, ...]  # described as long as they are whole
+    others: tuple[str, ...]
+    owns_keys: bool = False  # groups of warps own keys, and loop over queries
+
+
+_INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc")
+_OTHERS = ("lse", "delta", "counters", "seqused_k", "units")
+_OF_TERMS = ("lse", "delta", "inverse", "counters")
+_KERNELS = {
+    "forward": _Kernel(
+        hopper_forward_kernel, _INPUTS[:3], ("out",),
+        ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
+    ),
+    "key": _Kernel(hopper_key_kernel, _INPUTS, ("dk", "dv"), _OTHERS, True),
+    "query": _Kernel(hopper_query_kernel, _INPUTS, ("dq",), _OTHERS),
+    "backward": _Kernel(
+        hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
+        ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"), True,
+    ),
+    "wide key": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OTHERS, True),
+    "key of terms": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OF_TERMS, True),
+    "query of terms": _Kernel(hopper_shared_query_kernel, _INPUTS, ("dq",), _OF_TERMS),
+}  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -157,7 +159,7 @@ def queries_of_a_sum(shape: Shape) -> int:
 def _blocks(name: str, shape: Shape, mask: MaskSpec, block: int) -> tuple[int, int]:
     """Returns the tiles of ``block`` rows of a kernel along the sequence, and along batch entries and heads."""
     own, units, heads = shape.tokens, mask.units_q, shape.heads
-    if name in ("key", "backward"):
+    if _KERNELS[name].owns_keys:
         own, units, heads = shape.keys, mask.units_k, shape.key_heads
     if units is not None:
         own = units.shape[0] * UNIT.value
@@ -183,7 +185,7 @@ def obstacle(name: str, shape: Shape, mask: MaskSpec, scale: float, *tensors: Te
     if any(t.dtype not in (torch.float16, torch.bfloat16) or t.dtype != first.dtype for t in tensors):
         return "the dtype is not float16 or bfloat16, or not one"
     blocks, rows = _blocks(name, shape, mask, _tiles(name, shape, mask).groups * _ROWS)
-    looped = shape.tokens if name in ("key", "backward") else shape.keys
+    looped = shape.tokens if _KERNELS[name].owns_keys else shape.keys
     if name != "forward" and looped < _SHORT and blocks * rows < programs_at_once(first.device) // 2:
         return "loops are few and short"
     if not all(map(supports_tma, tensors)):
@@ -224,24 +226,24 @@ def _best_splits(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, pr
 def _schedule(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, splits: int, itemsize: int) -> Schedule:
     blocks, rows = _blocks(name, shape, mask, tiles.groups * _ROWS)
     # Heads are taken in sections: see `triton.tiles.program_order`.
-    length = (shape.keys if name in ("forward", "query") else shape.tokens) // mask.sequences
+    owns_keys = _KERNELS[name].owns_keys
+    length = (shape.tokens if owns_keys else shape.keys) // mask.sequences
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
     if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
-    section = max(L2_SHARE // head_bytes, 1) * (shape.group if name in ("forward", "query") else 1)
+    section = max(L2_SHARE // head_bytes, 1) * (1 if owns_keys else shape.group)
     return Schedule(shape.heads, shape.group, rows, blocks, min(section, rows), splits)
 
 
 def _boxes(
-    name: str, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
+    kernel: _Kernel, tensors: Iterable[Tensor], tiles: HopperTiles, width: int, piece: int | None = None
 ) -> dict[str, Any]:
-    """Returns descriptors of the tensors of `DESCRIBED`, by name. ``piece``: the width for queries and keys, if another."""
+    """Returns descriptors of inputs and results, by name. ``piece``: the width for queries and keys, if another."""
     widths = dict.fromkeys(("q_desc", "k_desc"), piece or width)
+    looped = ("q_desc", "do_desc") if kernel.owns_keys else ("k_desc", "v_desc")  # groups own rows of the others
     return {
-        each: TmaTile(
-            x, (0, 2, 1, 3), (1, 1, tiles.box if each in _LOOPED[name] else _ROWS, widths.get(each, width))
-        )
-        for each, x in zip(DESCRIBED[name], tensors)
+        each: TmaTile(x, (0, 2, 1, 3), (1, 1, tiles.box if each in looped else _ROWS, widths.get(each, width)))
+        for each, x in zip((*kernel.inputs, *kernel.results), tensors)
     }
 
 
@@ -266,7 +268,13 @@ def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
 
 
 def _planned(
-    kernel: Any, name: str, call: Call, tiles: HopperTiles, splits: int, config: dict[str, Any], **arguments: Any
+    kernel: _Kernel,
+    name: str,
+    call: Call,
+    tiles: HopperTiles,
+    splits: int,
+    config: dict[str, Any],
+    **arguments: Any,
 ) -> Plan:
     """Returns the launch of a kernel with such tiles, with these compile-time choices and arguments of its own."""
     shape, mask, softcap, terms = call.shape, call.mask, call.softcap, config.get("TERMS", 1)
@@ -276,11 +284,10 @@ def _planned(
     programs = min(programs_at_once(call.device), count)
     scale = in_powers_of_two(call.scale) if softcap is None else call.scale / softcap
     scales = {"scale": scale} if name == "forward" else {"scales": Scales(scale, call.scale)}
-    last = ("lse", "delta", "inverse", "counters") if terms > 1 else _LAST[name]
     launch = Launch(
-        kernel,
+        kernel.function,
         programs,
-        takes=(*DESCRIBED[name], *last),
+        takes=(*kernel.inputs, *kernel.results, *kernel.others),
         pdl=name != "forward",
         lengths=SeqLens(shape.tokens, shape.keys),
         schedule=schedule,
@@ -309,20 +316,20 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
     shape, mask = call.shape, call.mask
     tiles = _tiles(name, shape, mask)
     splits = splits_of(name, shape, mask, call.device)
-    inputs = _INPUTS[name]
-    results = dict(zip(DESCRIBED[name][inputs:], tensors[inputs:], strict=True))
+    # A group's registers hold one gradient of wide keys.
+    kernel = _KERNELS["wide key" if name == "key" and _width(shape) > _NARROW else name]
+    inputs = len(kernel.inputs)
+    results = dict(zip(kernel.results, tensors[inputs:], strict=True))
     pieces = _in_pieces(name, shape)
     by_address = splits > 1 or (pieces and name != "forward")
     widths = (_NARROW, 64) if pieces else (_width(shape),)
-    arguments = _boxes(name, tensors[:inputs] if by_address else tensors, tiles, *widths)
+    arguments = _boxes(kernel, tensors[:inputs] if by_address else tensors, tiles, *widths)
     if by_address or mask.shifts is not None:
         unit = STRIDE_UNIT.value if pieces and name != "forward" else 1
         arguments |= _strides_of(results, splits, unit)
     else:
         arguments |= {f"{each}_strides": SplitStrides(0, 0, 0, 0, 0) for each in results}
-    kernel = _KERNELS[name]
-    if name == "key" and _width(shape) > _NARROW:  # a group's registers hold one gradient of such rows
-        kernel = hopper_shared_key_kernel
+    if kernel.function is hopper_shared_key_kernel:
         arguments["inverse"] = None
     config = {"SPLIT": by_address, "PIECES": 3 if pieces else 1}
     return _planned(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
@@ -340,9 +347,10 @@ def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
     shown = mask.right is None or bounds(shape, mask)[1] > 0
     ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
     config = {"ORDERED": True, "PARTS": HOPPER_PARTS[_width(shape)], "ENDS": ends}
-    boxes = _boxes("backward", tensors, tiles, _width(shape))
+    kernel = _KERNELS["backward"]
+    boxes = _boxes(kernel, tensors, tiles, _width(shape))
     boxes["added"] = TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
-    return _planned(hopper_backward_kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
+    return _planned(kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
 
 
 def _window(call: Call) -> Window | None:
@@ -387,10 +395,9 @@ def plan_terms(name: str, call: Call, factors: tuple[Tensor, ...], terms: int, r
     steps = loop_steps(name, shape, mask, _ROWS, tiles.box)
     rows, elements = _blocks(name, shape, mask, _ROWS)[1], sum(x.numel() for x in results.values())
     splits = _splits_of_terms(steps, tiles.box, rows, programs_at_once(call.device), elements)
-    arguments = _boxes(name, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d)
+    kernel = _KERNELS[f"{name} of terms"]
+    arguments = _boxes(kernel, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d)
     arguments |= _strides_of(results, splits)
-    kernel: Any = hopper_shared_query_kernel
     if name == "key":
-        kernel = hopper_shared_key_kernel
         arguments |= {"window": None, "seqused_k": None, "units": None}
     return _planned(kernel, name, call, tiles, splits, {"SPLIT": True, "TERMS": terms}, **arguments)

@@ -35,8 +35,7 @@ class OwnKeys(NamedTuple):
     high: gl.int32  # and from here on there is one again
     end: gl.int32
     first: gl.int32  # the query from which on the first key is seen, if attention is causal
-    reach: gl.int32 | None  # a key is seen up to so many queries behind that, if there is a window
-    used: gl.int32 | None = None  # only so many keys are used
+    reach: gl.int32  # a key is seen up to so many queries behind that, if there is a window
 
 
 @gluon.jit
@@ -168,7 +167,7 @@ def own_keys(place, key_heads, own: gl.constexpr, kernel, config: gl.constexpr):
     else:
         high = gl.minimum(gl.maximum(high, full), end)
     first = place.block * BLOCK_N + own * ROWS - (seq.keys - seq.tokens) - call.right
-    reach = None
+    reach = first
     if call.window is not None:
         reach = call.right + call.window.left
     return OwnKeys(seq, begin, full, high, end, first, reach)
@@ -192,14 +191,19 @@ def visible(n, queries, call, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, confi
 
 
 @gluon.jit
-def visible_weights(weights, m, keys, LAYOUT: gl.constexpr, config: gl.constexpr, HIDDEN: gl.constexpr = 0.0):
-    """Returns weights of 64 keys for the queries ``m …``, and ``HIDDEN`` where a query does not see a key."""
+def visible_weights(
+    weights, m, keys, used, call, LAYOUT: gl.constexpr, config: gl.constexpr, HIDDEN: gl.constexpr = 0.0
+):
+    """Returns weights of 64 keys for the queries ``m …``, and ``HIDDEN`` where a query does not see a key.
+
+    Only the first ``used`` keys are used, if that is given.
+    """
     sees = keys.first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     query = m + gl.arange(0, weights.shape[1], gl.SliceLayout(0, LAYOUT))
     if config.CAUSAL:
         weights = gl.where(sees[:, None] <= query[None, :], weights, HIDDEN)
-    if keys.reach is not None:
+    if call.window is not None:
         weights = gl.where(query[None, :] <= (sees + keys.reach)[:, None], weights, HIDDEN)
-    if keys.used is not None:
-        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < keys.used)[:, None], weights, HIDDEN)
+    if used is not None:
+        weights = gl.where((gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < used)[:, None], weights, HIDDEN)
     return weights

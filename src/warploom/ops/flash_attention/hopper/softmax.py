@@ -121,33 +121,33 @@ def transposed_weights_of(
     if call.softcap is not None:
         logits = capped(logits, call.scale, 1.0, 0.0, False)
         if MASKED:
-            logits = visible_weights(logits, m, keys, LAYOUT, config, HIDDEN)
+            logits = visible_weights(logits, m, keys, None, call, LAYOUT, config, HIDDEN)
         weights, slopes = capped_weights(logits, lse[None, :], call.softcap, dtype)
     else:
         weights = power_of_two(logits * call.scale - lse[None, :])
         if inverse is not None:
             weights = weights * inverse[None, :]
         if MASKED:
-            weights = visible_weights(weights, m, keys, LAYOUT, config)
+            weights = visible_weights(weights, m, keys, None, call, LAYOUT, config)
         slopes = weights
     return weights, slopes
 
 
 @gluon.jit
 def weights_and_slopes(
-    logits, lses, m, keys, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
+    logits, lses, m, keys, used, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
 ):
     """`transposed_weights_of` for tile number ``m`` of queries, which may have a mask.
 
     ``lses`` are in shared memory: with a cap they come into registers behind its branches.
     """
     BLOCK_M: gl.constexpr = logits.shape[1]
-    MASKS: gl.constexpr = config.CAUSAL or keys.reach is not None or keys.used is not None
+    MASKS: gl.constexpr = config.CAUSAL or call.window is not None or used is not None
     if call.softcap is not None:
         logits = capped(logits, call.scale, 1.0, 0.0, False)
         if MASKS:
             if (m < keys.full) | (m >= keys.high):
-                logits = visible_weights(logits, m * BLOCK_M, keys, LAYOUT, config, HIDDEN)
+                logits = visible_weights(logits, m * BLOCK_M, keys, used, call, LAYOUT, config, HIDDEN)
         row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
         weights, slopes = capped_weights(logits, row_lse[None, :], call.softcap, dtype)
     else:
@@ -155,6 +155,6 @@ def weights_and_slopes(
         weights = power_of_two(logits * call.scale - row_lse[None, :])
         if MASKS:
             if (m < keys.full) | (m >= keys.high):
-                weights = visible_weights(weights, m * BLOCK_M, keys, LAYOUT, config)
+                weights = visible_weights(weights, m * BLOCK_M, keys, used, call, LAYOUT, config)
         slopes = weights
     return weights, slopes
