@@ -96,14 +96,14 @@ WRONG: tuple[Wrong, ...] = (
     ({"seqused_k": USED.to("meta")}, DeviceError, "seqused_k", "on the device of q", "meta"),
     (
         {**PACKED, "cu_seqlens_q": Q, "cu_seqlens_k": K, "seqused_k": USED[:1]},
-        ArgumentError, "seqused_k", "None with packed sequences", "a tensor",
+        ArgumentError, "seqused_k", "None with bounds of keys", "a tensor",
     ),
     ({**PAGED, "block_table": TABLE.long()}, DtypeError, "block_table", "int32", "int64"),
     ({**PAGED, "block_table": TABLE[0]}, ShapeError, "block_table", "(B, P) with B = 2", "(3,)"),
     ({**PAGED, "block_table": TABLE[:1]}, ShapeError, "block_table", "(B, P) with B = 2", "(1, 3)"),
     ({**PAGED, "block_table": TABLE.to("meta")}, DeviceError, "block_table", "on the device of q", "meta"),
-    ({**PAGED, "cu_seqlens_q": Q}, ArgumentError, "block_table", "None with packed sequences", "a tensor"),
-    ({**PAGED, "cu_seqlens_k": K}, ArgumentError, "block_table", "None with packed sequences", "a tensor"),
+    ({**PAGED, "cu_seqlens_q": Q}, ShapeError, "q", "of batch size 1", "(2, 6, 4, 8)"),
+    ({**PAGED, "cu_seqlens_k": K}, ArgumentError, "seqused_k", "None with bounds of keys", "a tensor"),
     ({**PAGED, "seqused_k": None}, ArgumentError, "seqused_k", "given where there is a block_table", "None"),
     ({**PAGED, "k": ones(7, 0, 2, 8), "v": ones(7, 0, 2, 3)}, ShapeError, "k", "(pages, page_size", "(7, 0, 2, 8)"),
     (

@@ -92,15 +92,16 @@ def flash_attention(
             which attends to itself. Rows behind the last, as of padding to a fixed size, become 0 with an lse of
             −inf, and so do their gradients, whatever they hold.
         cu_seqlens_q: Bounds of the queries alone, where sequences attend to other keys, each with its own
-            alignment. Not with ``cu_seqlens``.
+            alignment. Not with ``cu_seqlens``. With ``seqused_k`` it is a server's batch: sequence ``s`` has any
+            number of queries, which are its newest, and its keys in row ``s`` of a cache or in its pages.
         cu_seqlens_k: Bounds of the keys, ``c_S ≤ M``. If ``N = M``, either of the two stands for both.
         seqused_k: ``(B,)`` int32 or int64: batch entry ``b`` has its first ``seqused_k[b] ≤ M`` keys. What lies
             behind them is not read into a result, ``causal`` and ``window`` align with the last used key, and
-            gradients there are 0. Not with packed sequences.
+            gradients there are 0. With ``cu_seqlens_q`` it is ``(S,)``, ``k`` and ``v`` have ``S`` entries, and
+            there are no gradients. Not with bounds of keys.
         block_table: ``(B, P)`` int32, for keys in pages: then ``k`` is ``(pages, page_size, Hkv, D)``, ``v``
             likewise, and key ``j`` of batch entry ``b`` lies in page ``block_table[b, j // page_size]``. With
-            ``seqused_k``; without gradients, and not with packed sequences. Numbers of pages that hold no used key
-            may be any.
+            ``seqused_k``; without gradients. Numbers of pages that hold no used key may be any.
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
             float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
             current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
@@ -166,8 +167,10 @@ def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) 
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
     """Batch entries, but those of packed sequences, and heads; pages are of no batch entry."""
     paged, return_lse = tensors[7] is not None, options[4]
-    keys = "..h." if paged else "b.h."
-    return Axes(("b.h.", keys, keys, "h", "", "", "b", "b."), ("b.h.", "bh.") if return_lse else ("b.h.",))
+    on_cache = tensors[4] is not None and tensors[6] is not None
+    keys = "..h." if paged or on_cache else "b.h."
+    of_entries = ("", "") if on_cache else ("b", "b.")
+    return Axes(("b.h.", keys, keys, "h", "", "", *of_entries), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)

@@ -27,17 +27,20 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
     for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
-    ``seqused_k`` as lists; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
+    ``seqused_k`` as lists; with the first and the last, queries are packed on a cache, in random pages if there is
+    a ``page_size``; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
     ``pages`` for these in pages of `PAGE` keys); and ``causal, scale, window, softcap, float32_precision,
     return_lse`` as in the public function.
     """
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
+    on_cache = "cu_seqlens_q" in case and "seqused_k" in case
+    entries = len(case["seqused_k"]) if on_cache else batch
     dtype = getattr(torch, case["dtype"])
     shapes = {
         "q": (batch, tokens, heads, head_dim),
-        "k": (batch, keys, key_heads, head_dim),
-        "v": (batch, keys, key_heads, case.get("value_dim", head_dim)),
+        "k": (entries, keys, key_heads, head_dim),
+        "v": (entries, keys, key_heads, case.get("value_dim", head_dim)),
     }
     inputs: Inputs = {}
     for name, shape in shapes.items():
@@ -46,7 +49,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
             x *= case["size"]
         if case.get("layout") == "bhnd":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
-        inputs[name] = x.requires_grad_()
+        inputs[name] = x.requires_grad_(not on_cache)
     options = ("causal", "scale", "window", "softcap", "float32_precision", "return_lse")
     inputs |= {name: case[name] for name in options if name in case}
     if case.get("sink"):
@@ -54,6 +57,12 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         if name in case:
             inputs[name] = torch.tensor(case[name], dtype=torch.int32, device=device)
+    if "page_size" in case:
+        pages = torch.randperm(entries * keys // case["page_size"], generator=generator)
+        inputs["block_table"] = pages.reshape(entries, -1).to(device, torch.int32)
+        inputs |= {
+            name: inputs[name].reshape(-1, case["page_size"], *inputs[name].shape[2:]) for name in ("k", "v")
+        }
     if "packing" in case:
         bounds = [0, *itertools.accumulate(peers.PACKINGS[case["packing"]])]
         inputs["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -156,6 +165,10 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"seqused_k": [0, 19], "window": [3, 2], "sink": True, "softcap": 2.0, "return_lse": True},
     {"batch": 1, "cu_seqlens_q": [0, 5, 5, 19], "causal": True, "sink": True, "softcap": 5.0},
     {"n": 1, "m": 150, "seqused_k": [97, 150], "causal": True, "dtype": "bfloat16", "sink": True},
+    {"batch": 1, "n": 24, "m": 40, "cu_seqlens_q": [0, 9, 9, 10, 21], "seqused_k": [12, 0, 40, 30], "key_heads": 1}
+    | {"causal": True, "return_lse": True},
+    {"batch": 1, "n": 18, "m": 48, "cu_seqlens_q": [0, 1, 18], "seqused_k": [48, 17], "dtype": "bfloat16"}
+    | {"causal": True, "page_size": 8, "sink": True},
     {"batch": 0},
     {"n": 0},
     {"n": 3, "m": 0, "sink": True, "return_lse": True},

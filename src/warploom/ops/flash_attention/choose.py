@@ -15,7 +15,7 @@ from warploom.device.rows import Strides
 from warploom.ops.flash_attention import variants
 from warploom.ops.flash_attention.hopper import launch as hopper
 from warploom.ops.flash_attention.hopper import launch_varlen as varlen
-from warploom.ops.flash_attention.problem import Call
+from warploom.ops.flash_attention.problem import Call, Shape
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
 from warploom.ops.flash_attention.triton import launch_small as small
@@ -126,11 +126,23 @@ def _decode_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str
         packed = call.mask.cu_seqlens_q is not None
         what = "sequences are packed" if packed else f"{call.shape.tokens} queries, at most {decode.MOST_TOKENS}"
         return f"DecodeForward: {what}"
+    return _plan_decode(call, tensors)
+
+
+def _plan_decode(call: Call, tensors: ForwardTensors) -> variants.DecodeForward | variants.SplitDecodeForward:
+    """Returns the kernel for few queries, with the launch that joins its chunks if there are several."""
     plan = decode.plan(call, call.precision, tensors, has_pdl(call.device))
     inner = variants.DecodeForward(plan.launch)
     if plan.combine is None:
         return inner
-    return variants.SplitDecodeForward(inner, plan.combine, *_forward_parts(call, tensors.out, plan.parts))
+    return variants.SplitDecodeForward(inner, plan.combine, *_forward_parts(plan.shape, plan.parts))
+
+
+def _packed_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
+    if not call.mask.on_cache:
+        return "PackedCacheForward: queries are not packed on a cache"
+    many: Any = _triton_forward(call, tensors)
+    return variants.PackedCacheForward(many, _plan_decode(call, tensors))
 
 
 def _hopper_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
@@ -171,7 +183,7 @@ def _triton_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant:
         out_split=out.numel() // layout.vec if grid.splits > 1 else 0,  # from one part to the next
         SHORT=grid.short,
         PDL=has_pdl(call.device),
-        **tiling.arguments_of(call, grid, layout, product, shape.group, pages),
+        **tiling.arguments_of(call, grid, layout, product, shape.group, pages, decode.few_queries(call)),
         **layout.of("q", "k", "v", "out"),
     )
     variant: Any = variants.TritonForward(launch)
@@ -180,7 +192,7 @@ def _triton_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant:
     return variant if terms is None else variants.TermsForward(terms, variant)
 
 
-FORWARD = (_decode_forward, _hopper_forward, _triton_forward)
+FORWARD = (_packed_cache_forward, _decode_forward, _hopper_forward, _triton_forward)
 """Makers of variants of a forward, in the order in which they are tried. The last takes every call."""
 
 
@@ -191,11 +203,11 @@ def _is_decoding(call: Call) -> bool:
     return few and (options or call.mask.seqused_k is not None)
 
 
-def _forward_parts(call: Call, out: Tensor, splits: int) -> tuple[Buffer, Buffer]:
+def _forward_parts(shape: Shape, splits: int) -> tuple[Buffer, Buffer]:
     """Returns the buffers of the parts of an output, all in one, and of their statistics."""
-    shape = call.shape
+    elements = shape.batch_size * shape.tokens * shape.heads * shape.value_dim
     statistics = (splits, 2, shape.batch_size, shape.heads, shape.tokens)
-    return Buffer.rows((splits * out.numel(),), torch.float32), Buffer.rows(statistics, torch.float32)
+    return Buffer.rows((splits * elements,), torch.float32), Buffer.rows(statistics, torch.float32)
 
 
 def _split_forward(
@@ -218,7 +230,7 @@ def _split_forward(
         BLOCK_R=block_r, BLOCK_E=shape.block_e, AHEAD=PARTS_AHEAD.value, PDL=pdl,
         **layout.of("out"),
     )  # fmt: skip
-    return variants.SplitForward(inner, combine, *_forward_parts(call, out, splits))
+    return variants.SplitForward(inner, combine, *_forward_parts(call.shape, splits))
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,10 @@ def _cut(
         return torch.cat((*parts, _zeros(q, v, rest)), 1)
     if seqused_k is None:
         return _attend(q, k, v, options)
+    if cu_seqlens_q is None:
+        pieces = list(q.split(1))
+    else:
+        pieces = [q[:, span] for span in _spans(cu_seqlens_q, q.shape[1])]
     size = k.shape[1]
     most = size * (1 if block_table is None else block_table.shape[1])
     parts = []
@@ -140,8 +144,10 @@ def _cut(
         else:
             pages = block_table[entry, : -(-used // size)].long().clamp(0, k.shape[0] - 1)
             own_k, own_v = (x[pages].flatten(0, 1)[None, :used] for x in (k, v))
-        parts.append(_attend(q[entry : entry + 1], own_k, own_v, options))
-    return torch.cat(parts)
+        parts.append(_attend(pieces[entry], own_k, own_v, options))
+    if cu_seqlens_q is None:
+        return torch.cat(parts)
+    return torch.cat((*parts, _zeros(q, v, q.shape[1] - sum(part.shape[1] for part in parts))), 1)
 
 
 def _spans(cu_seqlens: Tensor, rows: int) -> Iterator[slice]:

@@ -84,9 +84,9 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 
 def _flops(tensors: Tensors, options: FlashOptions) -> int:
     """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
-    q, k, v, _, *cu_seqlens, _, block_table = tensors
-    if block_table is not None:
-        keys = block_table.shape[1] * k.shape[1]
+    q, k, v, _, *cu_seqlens, seqused_k, block_table = tensors
+    if block_table is not None or (cu_seqlens[0] is not None and seqused_k is not None):
+        keys = k.shape[1] * (1 if block_table is None else block_table.shape[1])
         return 2 * int(q.shape[0] * q.shape[1] * keys * q.shape[2] * (q.shape[3] + v.shape[3]))
     return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 

@@ -31,6 +31,11 @@ class MaskSpec(NamedTuple):
     shifts: Tensor | None = None  # of units of queries, where rows are not spread
     sequences: int = 1  # how many they are
 
+    @property
+    def on_cache(self) -> bool:
+        """Returns whether queries are packed, and every sequence has its keys in a cache."""
+        return self.cu_seqlens_q is not None and self.cu_seqlens_k is None and self.seqused_k is not None
+
     def keys_of(self, k: Tensor) -> int:
         """Returns the keys of a batch entry, those in pages included that it does not use."""
         return int(k.shape[1]) * (1 if self.block_table is None else int(self.block_table.shape[1]))

@@ -47,7 +47,8 @@ def flash_attention(
     """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
 
     ``softcap · tanh(· / softcap)`` bends the logits, and ``sink`` (Hq,) is one more of them in every sum. Batch
-    entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such.
+    entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such. So has packed
+    sequence ``b``, if there are bounds of the queries alone.
 
     Rows behind the last of packed sequences become 0, with an lse of −inf, and so do their gradients, whatever they
     hold. Where bounds are ints, every sequence is a call of its own, so that NaN in one reaches no other. Where
@@ -59,18 +60,26 @@ def flash_attention(
     left, right = window or (None, None)
     right = 0 if causal else right
     cu_seqlens_q = cu_seqlens_q if cu_seqlens is None else cu_seqlens
-    cu_seqlens_q, cu_seqlens_k = (
-        cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-    )
+    if seqused_k is None:
+        cu_seqlens_q, cu_seqlens_k = (
+            cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
+            cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        )
     if cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor):
         attend = functools.partial(
             flash_attention, causal=causal, scale=scale, window=window, softcap=softcap, sink=sink,
             float32_precision=float32_precision, return_lse=True,
         )  # fmt: skip
+        pieces = split(q, cu_seqlens_q)[:-1]
         bounds_k: Any = cu_seqlens_k
-        pieces = zip(split(q, cu_seqlens_q), split(k, bounds_k), split(v, bounds_k))
-        parts = [attend(*piece) for piece in list(pieces)[:-1]]
+        if seqused_k is None:
+            parts = [attend(*piece) for piece in zip(pieces, split(k, bounds_k), split(v, bounds_k))]
+        elif block_table is None:
+            entries = zip(pieces, k.split(1), v.split(1), seqused_k.split(1))
+            parts = [attend(*tensors, seqused_k=used) for *tensors, used in entries]
+        else:
+            tables = zip(pieces, seqused_k.split(1), block_table.split(1))
+            parts = [attend(piece, k, v, seqused_k=used, block_table=table) for piece, used, table in tables]
         out, lse = (
             with_tail([part[i] for part in parts], dim, q.shape[1], fill)
             for i, dim, fill in ((0, 1, 0.0), (1, 2, -torch.inf))
@@ -87,11 +96,21 @@ def flash_attention(
         behind = (torch.arange(keys, device=k.device) >= used)[:, :, None, None]
         k, v = k.masked_fill(behind, 0.0), v.masked_fill(behind, 0.0)
     if cu_seqlens_q is not None:
-        q, k, v = (without_tail(x, bounds) for x, bounds in zip((q, k, v), (*packed, packed[1])))
+        q = without_tail(q, packed[0])
+        if used is None:
+            k, v = without_tail(k, packed[1]), without_tail(v, packed[1])
     factors = (float32_precision or "highest") if q.dtype == torch.float32 else str(q.dtype).removeprefix("torch.")
     queries, wide_k, wide_v = (factor_of(t.to(dtype), factors) for t in (q, k, v))
-    query_sequence, query_place = _places(q, tokens, keys, *packed)
-    key_sequence, key_place = _places(k, keys, keys, packed[1], packed[1])
+    if used is not None and cu_seqlens_q is not None:  # the cache as one sequence of keys
+        wide_k, wide_v = wide_k.flatten(0, 1)[None], wide_v.flatten(0, 1)[None]
+        query_sequence, query_place = _places(q, tokens, keys, packed[0], _bounds_of(used))
+        index = torch.arange(wide_k.shape[1], device=k.device)
+        key_place = index % keys
+        key_sequence = torch.where(key_place < used[index // keys, 0], index // keys, -1)  # those not used: of none
+        used = None
+    else:
+        query_sequence, query_place = _places(q, tokens, keys, *packed)
+        key_sequence, key_place = _places(k, keys, keys, packed[1], packed[1])
 
     def attend_block(rows: slice, queries: Tensor, wide_k: Tensor, wide_v: Tensor) -> tuple[Tensor, Tensor]:
         distance = key_place[None, :] - query_place[rows, None]
@@ -109,7 +128,7 @@ def flash_attention(
         visible = visible[:, None, None]
         return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors, softcap, sink)
 
-    row = max(q.shape[0] * q.shape[2] * keys, 1)
+    row = max(q.shape[0] * q.shape[2] * wide_k.shape[1], 1)
     # An exported program is for sizes that are not known yet, and has one block.
     if torch.compiler.is_exporting() or row * tokens <= BLOCK_WEIGHTS:
         out, lse = attend_block(slice(None), queries, wide_k, wide_v)
@@ -124,6 +143,11 @@ def flash_attention(
     if cu_seqlens_q is not None:
         out, lse = without_tail(out, cu_seqlens_q), without_tail(lse, cu_seqlens_q, 2, -torch.inf)
     return (out, lse) if return_lse else out
+
+
+def _bounds_of(used: Tensor) -> Tensor:
+    """Bounds (S + 1,) of sequences of so many keys, (S, 1)."""
+    return torch.nn.functional.pad(used[:, 0].cumsum(0), (1, 0))
 
 
 def split(x: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:

@@ -55,7 +55,13 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     """
     q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
     causal, scale, window, precision, return_lse, softcap = options
-    _check_tensors(q, k, v, block_table is not None)
+    on_cache = cu_seqlens_q is not None and cu_seqlens_k is None and seqused_k is not None
+    entries = None
+    if on_cache:
+        check_tensor(NAME, "q", q, FLOATS)
+        _check_bounds(q, "cu_seqlens_q", cu_seqlens_q)
+        entries = cu_seqlens_q.shape[0] - 1
+    _check_tensors(q, k, v, block_table is not None, entries)
     left, right = _checked_window(window)
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
@@ -63,7 +69,10 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     if causal:
         right = 0
     scale = _checked_scale(scale, q)
-    _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+    if not on_cache:
+        if seqused_k is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+            raise fault(ArgumentError, NAME, "seqused_k", "None with bounds of keys", "a tensor")
+        _check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
     if softcap is not None:
         check_number(NAME, "softcap", softcap)
         if softcap <= 0:
@@ -71,15 +80,19 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     if sink is not None:
         _check_sink(q, sink)
     if seqused_k is not None:
-        _check_used(q, seqused_k, cu_seqlens_q, cu_seqlens_k)
+        _check_used(q, seqused_k, entries)
     if block_table is not None:
-        _check_pages(q, k, v, block_table, seqused_k)
+        _check_pages(q, block_table, seqused_k, entries)
+    for argument, there in (("block_table", block_table is not None), ("cu_seqlens_q", on_cache)):
+        if there and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            expected = "None where gradients are recorded, with keys in a cache"
+            raise fault(ArgumentError, NAME, argument, expected, "a tensor")
     if causal and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
         _warn_of_layout(name, q, k)
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
-    one = (cu_seqlens_q is None) != (cu_seqlens_k is None)
+    one = not on_cache and (cu_seqlens_q is None) != (cu_seqlens_k is None)
     settled = FlashOptions(left, right, scale, precision, softcap)
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
     keys *= 1 if block_table is None else block_table.shape[1]
@@ -132,7 +145,8 @@ def beyond_kernels(
     return None
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool, entries: int | None) -> None:
+    """Checks q, k and v; ``entries``: those of a cache on which queries are packed."""
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(NAME, argument, tensor, FLOATS)
         if tensor.dtype != q.dtype:
@@ -141,13 +155,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
             raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
     if q.dim() != 4 or q.shape[-1] == 0:
         raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
-    batch, _, heads, features = q.shape
+    _, _, heads, features = q.shape
+    batch, letter = (q.shape[0], "B") if entries is None else (entries, "S")
     if paged:
         if k.dim() != 4 or k.shape[1] == 0 or k.shape[3] != features:
             expected = f"(pages, page_size, Hkv, D) with D = {features}, where there is a block_table"
             raise fault(ShapeError, NAME, "k", expected, shape_of(k))
     elif k.dim() != 4 or k.shape[0] != batch or k.shape[3] != features:
-        raise fault(ShapeError, NAME, "k", f"(B, M, Hkv, D) with B = {batch}, D = {features}", shape_of(k))
+        expected = f"({letter}, M, Hkv, D) with {letter} = {batch}, D = {features}"
+        raise fault(ShapeError, NAME, "k", expected, shape_of(k))
     key_heads = k.shape[2]
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
         raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
@@ -198,26 +214,35 @@ def _check_sink(q: Tensor, sink: Tensor) -> None:
         raise fault(DeviceError, NAME, "sink", f"on the device of q, {q.device}", sink.device)
 
 
-def _check_used(q: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+def _check_used(q: Tensor, seqused_k: Tensor, entries: int | None) -> None:
     check_tensor(NAME, "seqused_k", seqused_k, (torch.int32, torch.int64))
-    if seqused_k.shape != (q.shape[0],):
-        raise fault(ShapeError, NAME, "seqused_k", f"(B,) with B = {q.shape[0]}", shape_of(seqused_k))
+    number, letter = (q.shape[0], "B") if entries is None else (entries, "S")
+    if seqused_k.shape != (number,):
+        raise fault(ShapeError, NAME, "seqused_k", f"({letter},) with {letter} = {number}", shape_of(seqused_k))
     if seqused_k.device != q.device:
         raise fault(DeviceError, NAME, "seqused_k", f"on the device of q, {q.device}", seqused_k.device)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        raise fault(ArgumentError, NAME, "seqused_k", "None with packed sequences", "a tensor")
 
 
-def _check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k: Tensor | None) -> None:
+def _check_pages(q: Tensor, block_table: Tensor, seqused_k: Tensor | None, entries: int | None) -> None:
     check_tensor(NAME, "block_table", block_table, (torch.int32,))
-    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
-        raise fault(ShapeError, NAME, "block_table", f"(B, P) with B = {q.shape[0]}", shape_of(block_table))
+    number, letter = (q.shape[0], "B") if entries is None else (entries, "S")
+    if block_table.dim() != 2 or block_table.shape[0] != number:
+        expected = f"({letter}, P) with {letter} = {number}"
+        raise fault(ShapeError, NAME, "block_table", expected, shape_of(block_table))
     if block_table.device != q.device:
         raise fault(DeviceError, NAME, "block_table", f"on the device of q, {q.device}", block_table.device)
     if seqused_k is None:
         raise fault(ArgumentError, NAME, "seqused_k", "given where there is a block_table", None)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise fault(ArgumentError, NAME, "block_table", "None where gradients are recorded", "a tensor")
+
+
+def _check_bounds(q: Tensor, argument: str, bounds: Tensor) -> None:
+    check_tensor(NAME, argument, bounds, (torch.int32, torch.int64))
+    if bounds.dim() != 1 or bounds.shape[0] < 2:
+        raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(bounds))
+    if bounds.device != q.device:
+        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", bounds.device)
+    if q.dim() == 4 and q.shape[0] != 1:
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
 
 
 def _check_sequences(
@@ -227,7 +252,9 @@ def _check_sequences(
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
     if block_table is not None:
-        raise fault(ArgumentError, NAME, "block_table", "None with packed sequences", "a tensor")
+        raise fault(
+            ArgumentError, NAME, "block_table", "None with bounds of keys, or without seqused_k", "a tensor"
+        )
     names = _names_of_bounds(cu_seqlens_q, cu_seqlens_k)
     for argument, tensor in zip(names, (cu_seqlens_q, cu_seqlens_k)):
         if tensor is None:
@@ -235,13 +262,7 @@ def _check_sequences(
                 expected = f"given where the other is, since N = {q.shape[1]} and M = {k.shape[1]} differ"
                 raise fault(ArgumentError, NAME, argument, expected, None)
             continue
-        check_tensor(NAME, argument, tensor, (torch.int32, torch.int64))
-        if tensor.dim() != 1 or tensor.shape[0] < 2:
-            raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
-        if tensor.device != q.device:
-            raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
-    if q.shape[0] != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
+        _check_bounds(q, argument, tensor)
     if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
         expected = f"of the shape of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         raise fault(ShapeError, NAME, "cu_seqlens_k", expected, shape_of(cu_seqlens_k))

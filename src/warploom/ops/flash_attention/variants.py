@@ -141,7 +141,9 @@ class DecodeForward(NamedTuple):
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor | None, statistics: Tensor) -> None:
         q, k, v, mask, sink, _ = inputs
-        self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, mask.block_table)
+        self.launch(
+            q, k, v, out, lse, statistics, sink, mask.seqused_k, mask.block_table, mask.cu_seqlens_q
+        )  # fmt: skip
 
 
 class SplitDecodeForward(NamedTuple):
@@ -155,7 +157,18 @@ class SplitDecodeForward(NamedTuple):
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
         part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
         self.inner(inputs._replace(sink=None), part, None, part_statistics)
-        self.combine(part, part_statistics, out, lse, statistics, inputs.sink)
+        self.combine(part, part_statistics, out, lse, statistics, inputs.sink, inputs.mask.cu_seqlens_q)
+
+
+class PackedCacheForward(NamedTuple):
+    """The Triton kernels on packed queries and a cache: one for prompts and chunks, one for few queries."""
+
+    many: TritonForward
+    few: DecodeForward | SplitDecodeForward
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        self.many(inputs, out, lse, statistics)
+        self.few(inputs, out, lse, statistics)
 
 
 ForwardVariant: TypeAlias = (
@@ -167,6 +180,7 @@ ForwardVariant: TypeAlias = (
     | TermsForward
     | DecodeForward
     | SplitDecodeForward
+    | PackedCacheForward
 )
 
 

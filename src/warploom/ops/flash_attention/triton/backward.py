@@ -360,7 +360,8 @@ def query_kernel(
     BLOCK_E: tl.constexpr = variant.BLOCK_E
     PRECISION: tl.constexpr = variant.PRECISION
     place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
-    split, row, batch, head, m, q_start, tokens, k_start, keys = place
+    split, row, batch, head = place.split, place.row, place.batch, place.head
+    m, q_start, tokens, k_start, keys = place.m, place.q_start, place.tokens, place.k_start, place.keys
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import power_of_two
+from warploom.device.packed import sequence_bounds
 from warploom.device.product import product, terms_of
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.forward import Softmax, softmax_step, store_results
@@ -125,6 +126,31 @@ def join_key_tiles(softmax, KEY_TILES: tl.constexpr):
     return softmax
 
 
+class FewQueries(NamedTuple):
+    """Packed queries on a cache, where sequences of few queries are for these kernels."""
+
+    cu_stride: tl.int64
+    rows: tl.int32  # queries of all sequences, and rows behind them
+    few: tl.int32  # queries of a sequence, at most; others are left alone
+
+
+class PackedRows(NamedTuple):
+    """Queries of a packed sequence."""
+
+    start: tl.int32
+    tokens: tl.int32  # how many they are; 0 if they are not few
+    rows: tl.int32  # see `FewQueries`
+
+
+@triton.jit
+def packed_rows(sequence, cu_seqlens_q, packed):
+    """Returns the `PackedRows` of a sequence."""
+    start, tokens = sequence_bounds(sequence, cu_seqlens_q, packed.cu_stride)
+    start = tl.minimum(tl.maximum(start, 0), packed.rows)
+    tokens = tl.minimum(tl.maximum(tokens, 0), packed.rows - start)
+    return PackedRows(start, tl.where(tokens <= packed.few, tokens, 0), packed.rows)
+
+
 class Target(NamedTuple):
     """Where rows of a tile go."""
 
@@ -136,17 +162,24 @@ class Target(NamedTuple):
 
 
 @triton.jit
-def target(first_head, r, batch, sizes, strides, variant: tl.constexpr):
-    """`Target` of rows by number ``r`` of the heads from ``first_head`` on."""
+def target(first_head, r, batch, queries, sizes, strides, variant: tl.constexpr):
+    """`Target` of rows by number ``r`` of the heads from ``first_head`` on; ``queries``: `PackedRows`, or None."""
     tokens, group = sizes.tokens, sizes.group
     token, head = r // group, first_head + r % group
     in_range = r < tokens * group
+    batch_size = sizes.batch_size
+    if queries is not None:
+        in_range = r < queries.tokens * group
+        token += queries.start
+        tokens = queries.rows
+        batch = batch * 0
+        batch_size = batch_size * 0 + 1
     feature = tl.arange(0, variant.BLOCK_E)
     offsets = row_offsets(batch, token, head, strides, variant.VEC)[:, None]
     offsets += (feature if variant.UNIT else feature * strides.f)[None, :]
     mask = in_range[:, None] & (feature < variant.E)[None, :]
     row = (batch * sizes.heads + head) * tokens + token
-    return Target(offsets, mask, row, in_range, tl.cast(sizes.batch_size, tl.int64) * sizes.heads * tokens)
+    return Target(offsets, mask, row, in_range, tl.cast(batch_size, tl.int64) * sizes.heads * tokens)
 
 
 @triton.jit
@@ -160,8 +193,8 @@ def store_chunk(softmax, number, out, out_split, statistics, to, VEC: tl.constex
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, statistics, sink, seqused_k, block_table,
-    sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64,
+    q, k, v, out, lse, statistics, sink, seqused_k, block_table, cu_seqlens_q,
+    sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
     q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
     variant: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +203,9 @@ def decode_kernel(
     Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each
     chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
     ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
+
+    With ``cu_seqlens_q``, queries are packed: a batch entry is a sequence of ``sizes.tokens`` queries at most, which
+    are where its bounds say, and chunks of them are left as those of a batch.
     """
     if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
@@ -190,6 +226,11 @@ def decode_kernel(
     part = place // key_heads % parts
     batch = (place // key_heads // parts).to(tl.int64)
 
+    queries = None
+    if cu_seqlens_q is not None:
+        queries = packed_rows(batch, cu_seqlens_q, packed)
+        tokens = queries.tokens
+
     r = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q_head = key_head * group
     keys = used_keys(seqused_k, batch, sizes.keys)
@@ -202,10 +243,15 @@ def decode_kernel(
     span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits) * STEP
     start = tl.minimum(begin + part * chunks * span, end)
     stop = tl.minimum(start + chunks * span, end)
+    if queries is not None:
+        stop = tl.where(tokens > 0, stop, start)
     lowest = first - sizes.left if variant.HAS_LEFT else begin  # that any row sees
 
     feature = tl.arange(0, BLOCK_D)
-    q_ptrs = q + row_offsets(batch, r // group, q_head + r % group, q_strides, VEC)[:, None]
+    token = r // group
+    if queries is not None:
+        token += queries.start
+    q_ptrs = q + row_offsets(batch, token, q_head + r % group, q_strides, VEC)[:, None]
     q_ptrs += (feature if variant.UNIT else feature * q_strides.f)[None, :]
     q_tile = load_rows(q_ptrs, r < tokens * group, variant.D, PRECISION)
     if KEY_TILES > 1:
@@ -262,14 +308,17 @@ def decode_kernel(
                 joined = join_key_tiles(softmax, KEY_TILES)
                 if lse is None:
                     # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
-                    to = target(q_head, (chunk >> 30) + r, batch, sizes, out_strides, variant)
+                    to = target(q_head, (chunk >> 30) + r, batch, None, sizes, out_strides, variant)
                     store_chunk(joined, chunk, out, out_split, statistics, to, VEC)
                 else:
                     whole = join(whole, joined)
                 softmax = nothing(ROWS, BLOCK_E)
                 chunk += 1
                 chunk_stop += span
-    to = target(q_head, r, batch, sizes, out_strides, variant)
+    if lse is None:  # chunks are left as those of a batch
+        to = target(q_head, r, batch, None, sizes, out_strides, variant)
+    else:
+        to = target(q_head, r, batch, queries, sizes, out_strides, variant)
     if lse is not None:
         store_results(
             whole, sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row, to.in_range, to.rows
@@ -283,23 +332,34 @@ def decode_kernel(
 
 @triton.jit
 def combine_chunks_kernel(
-    part, part_statistics, out, lse, statistics, sink,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64,
-    out_strides: Strides,
+    part, part_statistics, out, lse, statistics, sink, cu_seqlens_q,
+    rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
+    part_strides: Strides, out_strides: Strides,
     VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of what `forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
 
-    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of ``out``.
+    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
+    ``out``. Those of packed queries have ``part_strides``, and rows of sequences with fewer or more are left alone.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     in_range = row < rows
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
     mask = (feature < E)[None, :]
-    offsets = row_offsets(batch, token, head, out_strides, VEC)[:, None]
+    place, entry, out_row, out_rows = token, batch, row, rows
+    if cu_seqlens_q is not None:
+        queries = packed_rows(batch, cu_seqlens_q, packed)
+        in_range = in_range & (token < queries.tokens)
+        place, entry = queries.start + token, batch * 0
+        out_row, out_rows = head * queries.rows + place, tl.cast(queries.rows, tl.int64) * heads
+    offsets = row_offsets(entry, place, head, out_strides, VEC)[:, None]
     offsets += (feature if UNIT else feature * out_strides.f)[None, :]
+    part_offsets = offsets
+    if part_strides is not None:
+        part_offsets = row_offsets(batch, token, head, part_strides, VEC)[:, None]
+        part_offsets += (feature if UNIT else feature * part_strides.f)[None, :]
     # With PDL twice: on nothing while the other launch still runs, so that the code is in a cache when that ends.
     for again in range(0 if PDL else 1, tl.minimum(chunks, 2)):
         some = chunks * again
@@ -309,13 +369,15 @@ def combine_chunks_kernel(
             for i in tl.static_range(AHEAD):
                 left = in_range & (chunk + i < some)
                 beside = part_statistics + (chunk + i) * 2 * rows + row
-                tile = part + (chunk + i) * (out_split * VEC) + offsets
+                tile = part + (chunk + i) * (out_split * VEC) + part_offsets
                 accs += (tl.load(tile, mask=mask & left[:, None], other=0.0),)
                 sums += (tl.load(beside + rows, mask=left, other=0.0),)
                 maxima += (tl.load(beside, mask=left, other=float("-inf")),)
             for i in tl.static_range(AHEAD):
                 softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
         there = in_range & (some > 0)
-        store_results(softmax, sink, head, out, offsets, mask & there[:, None], lse, statistics, row, there, rows)
+        store_results(
+            softmax, sink, head, out, offsets, mask & there[:, None], lse, statistics, out_row, there, out_rows
+        )  # fmt: skip
         if PDL:
             gdc_wait()

@@ -157,13 +157,13 @@ def forward_kernel(
     BLOCK_D: tl.constexpr = variant.BLOCK_D
     BLOCK_E: tl.constexpr = variant.BLOCK_E
     place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
-    split, row, batch, head, m, q_start, tokens, k_start, keys = place
+    split, row, batch, kv_batch, head = place.split, place.row, place.batch, place.kv_batch, place.head
+    m, q_start, tokens, k_start, keys = place.m, place.q_start, place.tokens, place.k_start, place.keys
     if m < tokens:
         q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
         table = None
-        kv_batch = batch
         if variant.PAGE is not None:
-            table = block_table + batch.to(tl.int64) * (sizes.keys // variant.PAGE)
+            table = block_table + kv_batch.to(tl.int64) * (sizes.keys // variant.PAGE)
             kv_batch = batch * 0
         k_ptr = base_of(k, kv_batch, k_start, head // group, k_strides, variant.VEC)
         v_ptr = base_of(v, kv_batch, k_start, head // group, v_strides, variant.VEC)

@@ -149,14 +149,25 @@ def grid_of(kernel: str, call: Call, product: str, elements: int, copied: bool) 
         blocks = len(steps)
     costs = _costs(kernel, call, tiles, product)
     programs = multiprocessors(call.device)
-    splits = 1 if tiles.whole else best_splits(steps, rows, _beside(tiles, call) * programs, elements, costs)
+    whole = tiles.whole or mask.on_cache
+    splits = 1 if whole else best_splits(steps, rows, _beside(tiles, call) * programs, elements, costs)
     return Grid(tiles, blocks, rows, splits, sum(steps) * rows <= SHORT * programs)
 
 
 def arguments_of(
-    call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int, pages: int = 0
+    call: Call, grid: Grid, layout: Layout, product: str, heads_per_loop: int, pages: int = 0, few: int = 0
 ) -> dict[str, Any]:
-    """Returns what all Triton kernels are launched with. ``pages``: how many there are, where keys lie in such."""
+    """Returns what all Triton kernels are launched with.
+
+    Args:
+        call: The call.
+        grid: Its programs.
+        layout: The layout of its tensors.
+        product: How factors are multiplied.
+        heads_per_loop: Heads that share keys.
+        pages: How many there are, where keys lie in such.
+        few: Queries of a packed sequence on a cache that another kernel takes, at most.
+    """
     shape, mask, tiles = call.shape, call.mask, grid.tiles
     head_bytes = shape.keys * (shape.head_dim + shape.value_dim) * call.dtype.itemsize
     section = max(L2_SHARE // head_bytes, 1) * heads_per_loop
@@ -173,6 +184,7 @@ def arguments_of(
         mask.left is not None, mask.right is not None, call.scale < 0, layout.vec, layout.unit, layout.wide,
         shape.head_dim, shape.value_dim, product, tiles.block_m, tiles.block_n, shape.block_d, shape.block_e,
         cap, None if mask.block_table is None else shape.keys // mask.block_table.shape[1],
+        few if mask.on_cache else None,
     )  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return {"sizes": sizes, "variant": variant, **options}

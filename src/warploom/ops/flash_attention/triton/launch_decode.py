@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.device.rows import Strides
-from warploom.ops.flash_attention.problem import Call, bounds, programs_at_once
+from warploom.ops.flash_attention.problem import Call, Shape, bounds, programs_at_once
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton.config import (
     DECODE_AHEAD,
@@ -20,23 +20,26 @@ from warploom.ops.flash_attention.triton.config import (
     Configuration,
     decode_tiles,
 )
-from warploom.ops.flash_attention.triton.decode import combine_chunks_kernel, decode_kernel
+from warploom.ops.flash_attention.triton.decode import FewQueries, combine_chunks_kernel, decode_kernel
 from warploom.ops.flash_attention.triton.launch import Grid
 from warploom.runtime.launch import Launch, architecture
 from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
 
+PACKED_ROWS = 16
+"""Rows of a tile of packed queries, about; sequences of more queries are for the other kernels."""
 MOST_TOKENS = 16
 """Queries of a batch entry, at most; tiles of more queries read keys as seldom in the other kernels."""
 
 
 class SplitPlan(NamedTuple):
-    """A launch of the kernel, what joins the chunks that it leaves, and of how many parts these are."""
+    """A launch of the kernel, what joins the chunks that it leaves, of how many parts these are, and their sizes."""
 
     launch: Launch
     combine: Launch | None
     parts: int
+    shape: Shape
 
 
 def suits(call: Call) -> bool:
@@ -81,10 +84,25 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
     return min(range(chunks, 0, -1), key=work)
 
 
+def few_queries(call: Call) -> int:
+    """Returns the queries of a packed sequence, at most, that are few: as many as share a tile with all their heads."""
+    return max(PACKED_ROWS // call.shape.group, 1)
+
+
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> SplitPlan:
-    """Returns the launches for tensors like q, k, v and out; if there are parts, these stand for the last."""
+    """Returns the launches for tensors like q, k, v and out; if there are parts, these stand for the last.
+
+    Packed queries are taken as those of a batch of `few_queries` each, and so are their parts.
+    """
     shape = call.shape
     _, k, _, out = tensors
+    cu_seqlens, packed, parts_like = call.mask.cu_seqlens_q, None, out
+    if cu_seqlens is not None:
+        few, sequences = few_queries(call), cu_seqlens.shape[0] - 1
+        packed = FewQueries(cu_seqlens.stride(0), shape.tokens, few)
+        shape = shape._replace(batch_size=sequences, tokens=few)
+        call = call._replace(shape=shape)
+        parts_like = torch.empty((sequences, few, shape.heads, shape.value_dim), device="meta")
     pages = 0 if call.mask.block_table is None else k.shape[0]
     rows = shape.tokens * shape.group
     tiles = decode_tiles(architecture(call.device), call.dtype, shape.width, shape.block_e, rows)
@@ -95,16 +113,18 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     chunks = chunks_of(call, tiles, blocks)
     taken = chunks_of_program(call, tiles, chunks, loops)
     whole = taken == chunks
-    layout = layout_for(Strides, *tensors)
+    results_like = out if whole else parts_like
+    layout = layout_for(Strides, *tensors[:3], results_like)
     grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
-    to = layout_for(Strides, out)
+    to = layout_for(Strides, *((out,) if packed is None else (out, parts_like)))
     launch = Launch(
         decode_kernel,
         loops * -(-chunks // taken),
-        takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table"),
+        takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table", "cu_seqlens_q"),
+        packed=packed,
         parts=-(-chunks // taken),
         chunks=taken,
-        out_split=0 if whole else out.numel() // layout.vec,  # from one part to the next
+        out_split=0 if whole else parts_like.numel() // layout.vec,  # from one part to the next
         KEY_TILES=tiles.key_tiles,
         ONE_CHUNK=taken == 1 < chunks,
         PDL=pdl,
@@ -114,16 +134,18 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         **layout.of("q", "k", "v", "out"),
     )
     if whole:
-        return SplitPlan(launch, None, 1)
+        return SplitPlan(launch, None, 1, shape)
     results = shape.batch_size * shape.heads * shape.tokens
     combine = Launch(
         combine_chunks_kernel,
         results,
-        takes=("part", "part_statistics", "out", "lse", "statistics", "sink"),
+        takes=("part", "part_statistics", "out", "lse", "statistics", "sink", "cu_seqlens_q"),
         pdl=pdl,
-        rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=out.numel() // to.vec,
+        packed=packed,
+        part_strides=None if packed is None else to.strides[1],
+        out_strides=to.strides[0],
+        rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=parts_like.numel() // to.vec,
         VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e,
         AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=1,
-        **to.of("out"),
     )  # fmt: skip
-    return SplitPlan(launch, combine, chunks)
+    return SplitPlan(launch, combine, chunks, shape)

@@ -57,6 +57,7 @@ class Variant(NamedTuple):
     BLOCK_E: tl.constexpr
     SOFTCAP: tl.constexpr = None  # in powers of two
     PAGE: tl.constexpr = None  # keys of a page, where they lie in pages
+    FEW: tl.constexpr = None  # of packed queries on a cache, those of a sequence that `decode` takes, at most
 
 
 class Mask(NamedTuple):
@@ -116,6 +117,7 @@ class Place(NamedTuple):
     split: tl.int32  # of the KV loop
     row: tl.int32  # batch entry times heads, and head
     batch: tl.int32
+    kv_batch: tl.int32  # of keys, and of pages and lengths
     head: tl.int32
     m: tl.int32  # first query of the tile, in its sequence
     q_start: tl.int32  # of the sequence, as is `k_start`
@@ -133,12 +135,25 @@ def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant: tl.conste
     if variant.HAS_RIGHT:  # the last queries see the most keys
         block = sizes.blocks - 1 - block
     batch, head = row // sizes.heads, row % sizes.heads
-    m, q_start, tokens, k_start, keys = tile_bounds(
-        block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
-        sizes.sequences, variant.BLOCK_M,
-    )  # fmt: skip
-    keys = used_keys(seqused_k, batch, keys)
-    return Place(split, row, batch, head, m, q_start, tokens, k_start, keys)
+    if variant.FEW is None:
+        m, q_start, tokens, k_start, keys = tile_bounds(
+            block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
+            sizes.sequences, variant.BLOCK_M,
+        )  # fmt: skip
+        kv_batch = batch
+        keys = used_keys(seqused_k, batch, keys)
+    else:  # of each sequence an entry of a cache has the keys
+        sequence, tile = sequence_of_tile(
+            block, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences + 1, variant.BLOCK_M
+        )
+        q_start, tokens = sequence_or_tail(sequence, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences, sizes.tokens)
+        is_tail = sequence >= sizes.sequences
+        tokens = tl.where((tokens <= variant.FEW) & (sequence < sizes.sequences), 0, tokens)
+        kv_batch = tl.minimum(sequence, sizes.sequences - 1)
+        keys = tl.where(is_tail, 0, used_keys(seqused_k, kv_batch, sizes.keys))
+        m = tile * variant.BLOCK_M
+        k_start = m * 0
+    return Place(split, row, batch, kv_batch, head, m, q_start, tokens, k_start, keys)
 
 
 @triton.jit
