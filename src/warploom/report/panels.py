@@ -199,10 +199,6 @@ class Section:
         names = dict.fromkeys(name for panel in self.panels for name in panel.labels)
         return {name: list(dict.fromkeys(panel.labels.get(name, UNSET) for panel in self.panels)) for name in names}
 
-    def short(self, panel: Panel) -> str:
-        """Returns a panel's label, or only its value if one name distinguishes all panels."""
-        return next(iter(panel.labels.values())) if len(self.choices) == 1 and panel.labels else panel.label
-
     def command(self, panel: Panel, mode: str) -> str:
         """Returns the command line that measures a panel's mode again."""
         bench = benches().get(self.operator.replace("_", "-"))
