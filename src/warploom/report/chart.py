@@ -90,7 +90,10 @@ def render_chart(chart: Chart, styles: Mapping[str, Look], numbers: Mapping[str,
     places = [WIDTH // 2] if len(chart.xs) == 1 else _place_xs(chart)[0].values()
     more, height = f' data-x="{",".join(map(str, places))}"', HEIGHT
     if len(chart.xs) == 1:
-        more, height = f'{more} class="bars"', min(HEIGHT, TOP + 10 + 22 * len(chart.lines))
+        more, height = (
+            f'{more} class="bars"',
+            min(HEIGHT, TOP + 10 + 22 * sum(any(line.values()) for line in chart.lines.values())),
+        )
     return _make_element(_draw(chart, styles, numbers or {}), WIDTH, height, chart.title, more)
 
 

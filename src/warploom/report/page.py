@@ -99,6 +99,7 @@ def _prepare_section(section: Section, runs: Mapping[str, Mapping[str, Any]]) ->
         for panel in section.panels
         for mode in panel.modes
     ]
+    panels.sort(key=lambda panel: panel["alone"])  # the first is shown first
     return {
         "name": section.operator,
         "title": section.title,
@@ -140,6 +141,7 @@ def _prepare_panel(
         "history": past and render_chart(make_history(past), choose_looks(past.heads[2:], "")),
         "runs": past and render_legend(choose_looks(past.heads[2:], "")),
         "past": past,
+        "alone": not any(panel.rival(mode, x, section) for x in panel.xs(mode)),
         "command": section.command(panel, mode),
         "time": make_time_table(section, panel, mode),
         "memory": make_metric_table(section, panel, mode, "peak_memory_mib"),
