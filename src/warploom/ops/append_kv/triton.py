@@ -12,11 +12,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin, phase_step
 from warploom.ops.lrpe.triton.angles import RowSpec
 from warploom.ops.lrpe.triton.forward import rotate
 from warploom.ops.lrpe.triton.rows import load_pair, store_pair
+
+BOUNDS = tl.constexpr(256)
+"""Bounds of sequences that are read at once."""
+LARGEST = tl.constexpr(2**31 - 1)
 
 
 class TokenStrides(NamedTuple):
@@ -68,52 +71,73 @@ class AppendConfig(NamedTuple):
     TOKENS: int  # of a tile
 
 
-class TokenPlaces(NamedTuple):
-    """Rows (R,) of a tile: where their tokens come from, where they go, and which of them there are."""
+class TokenRows(NamedTuple):
+    """Rows (R,) of a tile: their tokens in the tensors of new ones, and which of them there are."""
 
+    token: tl.tensor  # of all batch entries
     b: tl.tensor  # batch entry
     n: tl.tensor  # token of it
-    place: tl.tensor  # in the sequence
-    exists: tl.tensor  # the row is one of the tensor's
-    used: tl.tensor  # and one of a sequence's
+    exists: tl.tensor
+
+
+class TokenPlaces(NamedTuple):
+    """Places (R,) of tokens in their sequences."""
+
+    sequence: tl.tensor
+    place: tl.tensor
+    used: tl.tensor  # the token is one of a sequence
 
 
 @triton.jit
-def find_places(first, cu_seqlens, seqused_k, sizes, strides, config: tl.constexpr):
-    """Returns the places of the tokens from ``first`` on, and the sequence of each row."""
+def find_rows(first, cu_seqlens, sizes, config: tl.constexpr):
+    """Returns the rows of the tokens from ``first`` on."""
     token = first + tl.arange(0, config.TOKENS * config.BLOCK_H) // config.BLOCK_H
     exists = (token < sizes.all_tokens) & (token >= 0)
     token = tl.where(exists, token, 0)
+    b, n = token * 0, token
     if cu_seqlens is None:
-        sequence = token // sizes.tokens
-        b, n = sequence, token - sequence * sizes.tokens
-        used = exists
-        behind = sizes.tokens - n
-    else:
-        b, n = token * 0, token
-        sequence = sequence_of(token, cu_seqlens, strides.cu_seqlens, sizes.sequences)
-        used = exists & (sequence < sizes.sequences)
-        end = tl.load(cu_seqlens + (sequence + 1).to(tl.int64) * strides.cu_seqlens, mask=used, other=0)
-        used = used & (token < end)
-        behind = end.to(tl.int32) - token
-    sequence = sequence.to(tl.int64)
-    keys = tl.load(seqused_k + sequence * strides.seqused_k, mask=used, other=0).to(tl.int32)
-    return TokenPlaces(b.to(tl.int64), n.to(tl.int64), keys - behind, exists, used), sequence
+        b = token // sizes.tokens
+        n = token - b * sizes.tokens
+    return TokenRows(token, b.to(tl.int64), n.to(tl.int64), exists)
 
 
 @triton.jit
-def find_slots(places, sequence, block_table, sizes, strides):
+def find_places(rows, cu_seqlens, seqused_k, sizes, strides):
+    """Returns the places of a tile's tokens."""
+    used = rows.exists
+    if cu_seqlens is None:
+        sequence = rows.b
+        behind = sizes.tokens - rows.n.to(tl.int32)
+    else:
+        # As many sequences end before a token as its number says. A search would wait for one load after another.
+        count = tl.zeros_like(rows.token)
+        for start in range(1, sizes.sequences + 1, BOUNDS):
+            s = start + tl.arange(0, BOUNDS)
+            ends = tl.load(
+                cu_seqlens + s.to(tl.int64) * strides.cu_seqlens, mask=s <= sizes.sequences, other=LARGEST
+            )
+            count += tl.sum((ends[None, :] <= rows.token[:, None]).to(tl.int32), axis=1)
+        used = used & (count < sizes.sequences)
+        sequence = count.to(tl.int64)
+        end = tl.load(cu_seqlens + (sequence + 1) * strides.cu_seqlens, mask=used, other=0)
+        behind = end.to(tl.int32) - rows.token
+    keys = tl.load(seqused_k + sequence * strides.seqused_k, mask=used, other=0).to(tl.int32)
+    return TokenPlaces(sequence, keys - behind, used)
+
+
+@triton.jit
+def find_slots(places, block_table, sizes, strides):
     """Returns row and column (int64) of the cache for each row of a tile, and which of them are in it."""
-    place = places.place
+    place, row = places.place, places.sequence
     inside = places.used & (place >= 0)
     if block_table is None:
-        row, column = sequence, place
+        column = place
         inside = inside & (place < sizes.cache_columns)
     else:
         page = tl.where(inside, place, 0) // sizes.cache_columns
         column = place - page * sizes.cache_columns
         inside = inside & (page < sizes.pages)
-        ptrs = block_table + sequence * strides.table_s + page.to(tl.int64) * strides.table_p
+        ptrs = block_table + row * strides.table_s + page.to(tl.int64) * strides.table_p
         row = tl.load(ptrs, mask=inside, other=-1).to(tl.int64)
     inside = inside & (row >= 0) & (row < sizes.cache_rows)
     return row, column.to(tl.int64), inside
@@ -126,29 +150,23 @@ def rows_at(ptr, b, n, h, strides, VEC: tl.constexpr):
 
 
 @triton.jit
-def copy_rotated(
-    x_rows, out_rows, x_mask, out_mask, place, theta, x_stride, out_stride, theta_stride, spec: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """Copies rows of queries or keys, rotated at their places; zeros where ``x_mask`` is false."""
-    one, two = load_pair(x_rows, x_mask, x_stride, 0, spec, BLOCK_F)
+def rotate_pairs(
+    one, two, place, theta, theta_stride, dtype: tl.constexpr, spec: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    """Returns pairs of features (R, F) rotated at places (R,)."""
     f = tl.arange(0, BLOCK_F)
-    steps = tl.load(theta + f * theta_stride, mask=f < spec.E, other=0.0)[None, :]
-    whole, rest, unit = phase_step(steps)
-    HALF: tl.constexpr = out_rows.dtype.element_ty.primitive_bitwidth == 16
+    whole, rest, unit = phase_step(tl.load(theta + f * theta_stride, mask=f < spec.E, other=0.0)[None, :])
+    HALF: tl.constexpr = dtype.primitive_bitwidth == 16
     cosine, sine = cos_sin(place[:, None], whole, rest, unit, HALF)
-    one, two = rotate(one.to(tl.float32), two.to(tl.float32), cosine, sine, spec.KIND)
-    store_pair(out_rows, one, two, out_mask, out_stride, 0, spec, BLOCK_F)
+    return rotate(one.to(tl.float32), two.to(tl.float32), cosine, sine, spec.KIND)
 
 
 @triton.jit
-def copy_features(x_rows, out_rows, mask, x_stride, out_stride, FEATURES: tl.constexpr, UNIT: tl.constexpr):
-    """Copies rows of keys or values as they are."""
+def feature_pointers(rows, stride, FEATURES: tl.constexpr, UNIT: tl.constexpr):
+    """Returns pointers (R, features) to rows, and which features there are."""
     BLOCK: tl.constexpr = triton.next_power_of_2(FEATURES)
     f = tl.arange(0, BLOCK)
-    inside = mask[:, None] & (f < FEATURES)[None, :]
-    x = tl.load(x_rows + (f if UNIT else f * x_stride)[None, :], mask=inside, other=0.0)
-    tl.store(out_rows + (f if UNIT else f * out_stride)[None, :], x, mask=inside)
+    return rows + (f if UNIT else f * stride)[None, :], (f < FEATURES)[None, :]
 
 
 @triton.jit
@@ -158,7 +176,7 @@ def append_kernel(
 ):  # fmt: skip
     """Writes one tile of rows a program: of keys or values to the cache, of queries to ``out``.
 
-    Rows of queries that are of no sequence become zero.
+    Rows of queries that are of no sequence become zero. A tile is loaded while its places are looked up.
     """
     spec: tl.constexpr = config.spec
     VEC: tl.constexpr = spec.VEC
@@ -169,35 +187,49 @@ def append_kernel(
     Q_BLOCKS: tl.constexpr = (config.Q_HEADS + config.BLOCK_H - 1) // config.BLOCK_H
     JOBS: tl.constexpr = 2 * H_BLOCKS + Q_BLOCKS
     job = tl.program_id(0) % JOBS  # programs of one token are neighbours
-    first = tl.program_id(0) // JOBS * config.TOKENS
-    rows, sequence = find_places(first, cu_seqlens, seqused_k, sizes, strides, config)
+    rows = find_rows(tl.program_id(0) // JOBS * config.TOKENS, cu_seqlens, sizes, config)
     within = tl.arange(0, config.TOKENS * config.BLOCK_H) % config.BLOCK_H
-    if job < 2 * H_BLOCKS:
-        h = job % H_BLOCKS * config.BLOCK_H + within
-        row, column, inside = find_slots(rows, sequence, block_table, sizes, strides)
-        inside = inside & (h < H)
-        if job >= H_BLOCKS:
-            v_rows = rows_at(v, rows.b, rows.n, h, strides.v, VEC)
-            out_rows = rows_at(v_cache, row, column, h, strides.v_cache, VEC)
-            FEATURES: tl.constexpr = config.E
-            copy_features(v_rows, out_rows, inside, strides.v.f, strides.v_cache.f, FEATURES, UNIT)
+    if job < H_BLOCKS:
+        h = job * config.BLOCK_H + within
+        there = rows.exists & (h < H)
+        k_rows = rows_at(k, rows.b, rows.n, h, strides.k, VEC)
+        if theta is None:
+            D: tl.constexpr = config.D
+            ptrs, features = feature_pointers(k_rows, strides.k.f, D, UNIT)
+            x = tl.load(ptrs, mask=there[:, None] & features, other=0.0)
+            places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
+            row, column, inside = find_slots(places, block_table, sizes, strides)
+            to = rows_at(k_cache, row, column, h, strides.k_cache, VEC)
+            ptrs, features = feature_pointers(to, strides.k_cache.f, D, UNIT)
+            tl.store(ptrs, x, mask=(inside & there)[:, None] & features)
         else:
-            k_rows = rows_at(k, rows.b, rows.n, h, strides.k, VEC)
-            out_rows = rows_at(k_cache, row, column, h, strides.k_cache, VEC)
-            if theta is None:
-                FEATURES: tl.constexpr = config.D
-                copy_features(k_rows, out_rows, inside, strides.k.f, strides.k_cache.f, FEATURES, UNIT)
-            else:
-                copy_rotated(
-                    k_rows, out_rows, inside, inside, rows.place, theta, strides.k.f, strides.k_cache.f,
-                    strides.theta, spec, BLOCK_F,
-                )  # fmt: skip
+            one, two = load_pair(k_rows, there, strides.k.f, 0, spec, BLOCK_F)
+            places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
+            row, column, inside = find_slots(places, block_table, sizes, strides)
+            to = rows_at(k_cache, row, column, h, strides.k_cache, VEC)
+            dtype: tl.constexpr = k_cache.dtype.element_ty
+            one, two = rotate_pairs(one, two, places.place, theta, strides.theta, dtype, spec, BLOCK_F)
+            store_pair(to, one, two, inside & there, strides.k_cache.f, 0, spec, BLOCK_F)
+    elif job < 2 * H_BLOCKS:
+        h = (job - H_BLOCKS) * config.BLOCK_H + within
+        there = rows.exists & (h < H)
+        E: tl.constexpr = config.E
+        ptrs, features = feature_pointers(rows_at(v, rows.b, rows.n, h, strides.v, VEC), strides.v.f, E, UNIT)
+        x = tl.load(ptrs, mask=there[:, None] & features, other=0.0)
+        places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
+        row, column, inside = find_slots(places, block_table, sizes, strides)
+        to = rows_at(v_cache, row, column, h, strides.v_cache, VEC)
+        ptrs, features = feature_pointers(to, strides.v_cache.f, E, UNIT)
+        tl.store(ptrs, x, mask=(inside & there)[:, None] & features)
     elif q is not None:
         h = (job - 2 * H_BLOCKS) * config.BLOCK_H + within
+        there = rows.exists & (h < config.Q_HEADS)
         q_rows = rows_at(q, rows.b, rows.n, h, strides.q, VEC)
-        out_rows = rows_at(out, rows.b, rows.n, h, strides.out, VEC)
-        given = h < config.Q_HEADS
-        copy_rotated(
-            q_rows, out_rows, rows.used & given, rows.exists & given, rows.place, theta, strides.q.f, strides.out.f,
-            strides.theta, spec, BLOCK_F,
-        )  # fmt: skip
+        one, two = load_pair(q_rows, there, strides.q.f, 0, spec, BLOCK_F)
+        places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
+        used = places.used[:, None]  # others may be NaN
+        one, two = tl.where(used, one, 0.0), tl.where(used, two, 0.0)
+        dtype: tl.constexpr = out.dtype.element_ty
+        one, two = rotate_pairs(one, two, places.place, theta, strides.theta, dtype, spec, BLOCK_F)
+        to = rows_at(out, rows.b, rows.n, h, strides.out, VEC)
+        store_pair(to, one, two, there, strides.out.f, 0, spec, BLOCK_F)
