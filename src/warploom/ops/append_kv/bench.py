@@ -1,4 +1,4 @@
-"""What tests and bench know of appending to a cache: cases, inputs, providers, fewest bytes."""
+"""Cases, inputs, providers and fewest bytes of appending to a cache, for tests and bench."""
 
 from __future__ import annotations
 
