@@ -81,14 +81,62 @@ def test_heads_before_tokens_are_warned_of_once_a_line() -> None:
             flash_attention(q, k, k, causal=True)
         flash_attention(q, k, k, causal=True)
     assert [(w.category, w.filename) for w in seen] == [(LayoutWarning, __file__)] * 2
-    assert "flash_attention: 8 queries of 30 heads on 2 keys of 30 heads" in str(seen[0].message)
+    assert "flash_attention: 8 tokens of 30 heads on 2 keys of 30 heads" in str(seen[0].message)
     assert "x.transpose(1, 2)" in str(seen[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flash_attention(q, k, k)
-        flash_attention(*(x.transpose(1, 2) for x in (q, k, k)), causal=True)
-        flash_attention(q, k, k, causal=True, seqused_k=torch.tensor([1, 2]))
-        flash_attention(q[:, :2], k, k, causal=True)
+
+
+def heads_first(heads: int, tokens: int, *, dense: bool = True) -> torch.Tensor:
+    """Returns ``(B, H, N, D)``, in memory too or as the view that models make of ``(B, N, H, D)``."""
+    return torch.randn(1, heads, tokens, 4) if dense else torch.randn(1, tokens, heads, 4).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_heads_before_tokens_are_seen_by_sizes_and_strides(dense: bool) -> None:
+    tokens = 256 if dense else 30
+    x, key = heads_first(12, tokens, dense=dense), heads_first(3, tokens, dense=dense)
+    for causal in (True, False):
+        with pytest.warns(LayoutWarning, match=rf"flash_attention: 12 tokens of {tokens} heads look like"):
+            flash_attention(x, x, x, causal=causal)
+        with pytest.warns(LayoutWarning, match="12 tokens .* on 3 keys"):
+            flash_attention(x, key, key, causal=causal)
+        with pytest.warns(LayoutWarning, match="linear_attention"):
+            linear_attention(x, x, x, causal=causal)
+    for encode in (lrpe_rotate, lrpe_cosine):
+        with pytest.warns(LayoutWarning, match=rf"{encode.__name__}: 12 tokens of {tokens} heads look like"):
+            encode(x, torch.ones(2))
+
+
+@pytest.mark.filterwarnings("error")
+def test_tokens_before_heads_are_not_warned_of() -> None:
+    for heads, tokens in ((8, 30), (128, 5), (12, 256), (128, 1), (3, 3)):
+        x = torch.randn(1, tokens, heads, 4)
+        key = torch.randn(1, 300, heads, 4)
+        first = heads_first(heads, tokens)  # as PyTorch's own attention takes it
+        flash_attention(x, x, x, causal=True)
+        flash_attention(x, key, key, causal=True)
+        flash_attention(x, key, key, seqused_k=torch.tensor([3]))
+        flash_attention(x, key[:, :, :1], key[:, :, :1])
+        linear_attention(x, x, x)
+        linear_attention(x, x, x, initial_state=torch.zeros(1, heads, 4, 4))
+        lrpe_rotate(x, torch.ones(2))
+        if tokens >= heads or tokens == 1:
+            flash_attention(*(first.transpose(1, 2),) * 3, causal=True)
+            lrpe_rotate(first.transpose(1, 2), torch.ones(2))
+    x = heads_first(12, 256)
+    lrpe_rotate(x, torch.ones(2), position_ids=torch.arange(12))
+    lrpe_rotate(x, torch.ones(256, 2))  # a theta for each head
+    flash_attention(torch.randn(1, 1, 256, 4), *torch.randn(2, 1, 30, 1, 4))  # queries as heads of one key head
+    lrpe_rotate(torch.randn(1, 1, 144, 4), torch.ones(2))  # queries and keys together
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_that_transpose_are_not_warned_of() -> None:
+    from warploom.integrations.transformers.attention import attention
+
+    x = torch.randn(1, 32, 5, 4)
+    attention(torch.nn.Module(), x, x, x, None)
+    with pytest.warns(LayoutWarning):
+        flash_attention(*(x.transpose(1, 2),) * 3)  # a short prompt that looks the same, and is right
 
 
 def test_backends_that_cannot_run_name_no_argument_of_another_function() -> None:

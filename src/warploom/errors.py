@@ -69,18 +69,23 @@ class BackendError(WarploomError, RuntimeError):
 
 
 class LayoutWarning(UserWarning):
-    """Tensors have shapes as if heads came before tokens. Here tokens come before heads."""
+    """Tensors have sizes or strides as if heads came before tokens. Here tokens come before heads."""
 
 
 class BackendWarning(UserWarning):
     """A call takes much more time or memory than on another backend. The text says why."""
 
 
-def warn(category: type[Warning], message: str) -> None:
-    """Warn about the line of code that called warploom; by default Python shows a warning once for each line."""
+def warn(category: type[Warning], message: str, unless_from: tuple[str, ...] = ()) -> None:
+    """Warn about the line of code that called warploom; by default Python shows a warning once for each line.
+
+    There is no warning if the call came through one of the packages ``unless_from``, such as ``warploom.nn``.
+    """
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "warploom":
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).partition(".")[0] == "warploom":
+        if name.startswith(unless_from):
+            return
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

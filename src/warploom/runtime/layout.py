@@ -1,4 +1,4 @@
-"""Strides of tensors, as kernels address them."""
+"""Strides of tensors, as kernels address them, and the order of heads and tokens that they show."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from warploom.errors import LayoutWarning, warn
+
 Tensor = torch.Tensor
 
 TILE_STRIDE_LIMIT = 2**22
 """The strides of rows and features below which offsets within a tile, of at most 256 rows, fit in 32 bits."""
+
+MOST_HEADS = 128
+"""More heads than tokens are usual up to here: a short prompt, or one token."""
+_LAYERS = ("warploom.nn", "warploom.integrations")  # which transpose themselves
 
 
 class Layout(NamedTuple):
@@ -44,3 +50,36 @@ def layout_for(kind: type[Any], *tensors: Tensor) -> Layout:
     vec = next((d for d in divisors if all(x % d == 0 for s in strides for x in s[:3])), 1)
     wide = any(max(abs(s[1]), abs(s[3])) >= TILE_STRIDE_LIMIT for s in strides)
     return Layout(vec, unit, wide, [kind(*(x // vec for x in s[:3]), s[3]) for s in strides])
+
+
+def warn_of_heads_first(
+    function: str, q: Tensor, k: Tensor, *others: Tensor, aligned: bool = False, most_heads: int = MOST_HEADS
+) -> None:
+    """Warn if tensors (B, N, H, D) look as if they were (B, H, N, D). Only sizes and strides are compared.
+
+    More heads than tokens, of queries and of keys, are a sign in three cases: there are more than ``most_heads``;
+    heads lie before tokens in the memory of all tensors, as in ``x.view(B, N, H, D).transpose(1, 2)``; or queries
+    are aligned with keys and yet more than those, as grouped heads are.
+
+    Args:
+        function: The public function, for the warning.
+        q: Queries, ``(B, N, Hq, D)``.
+        k: Keys, ``(B, M, Hkv, D)``; for a function of one tensor the same one.
+        others: Tensors whose layout in memory is compared too.
+        aligned: Each query is at the place of a key, as in a causal call without lengths.
+        most_heads: The greatest number of heads that a short call has.
+    """
+    if torch.compiler.is_compiling():  # a compiler would make a guard of the question
+        return
+    (_, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
+    if tokens >= heads or keys >= key_heads:
+        return
+    heads_first = tokens >= keys > 1 and all(x.stride(1) < x.stride(2) for x in (q, k, *others))
+    if min(heads, key_heads) > most_heads or heads_first or (aligned and tokens > keys):
+        of_keys = "" if k is q else f" on {keys} keys of {key_heads} heads"
+        warn(
+            LayoutWarning,
+            f"{function}: {tokens} tokens of {heads} heads{of_keys} look like tensors (B, H, N, D); "
+            "the layout here is (B, N, H, D): give x.transpose(1, 2), which copies nothing",
+            unless_from=_LAYERS,
+        )

@@ -12,15 +12,14 @@ from warploom.errors import (
     ArgumentError,
     DeviceError,
     DtypeError,
-    LayoutWarning,
     ShapeError,
     dtype_of,
     fault,
     shape_of,
-    warn,
 )
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import Tensors, ValidatedCall
+from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
 Tensor = torch.Tensor
@@ -87,8 +86,9 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
         if there and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
             expected = "None where gradients are recorded, with keys in a cache"
             raise fault(ArgumentError, NAME, argument, expected, "a tensor")
-    if causal and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
-        _warn_of_layout(name, q, k)
+    if block_table is None:
+        bounds = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        warn_of_heads_first(name, q, k, v, aligned=causal and all(b is None for b in bounds))
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
@@ -170,19 +170,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool, entries: int | 
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         expected = f"(B, M, Hkv, E) with B = {k.shape[0]}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
-
-
-def _warn_of_layout(name: str, q: Tensor, k: Tensor) -> None:
-    """Warn of shapes that (B, H, N, D) of grouped heads has. A compiler would make a guard of the question."""
-    if torch.compiler.is_compiling():
-        return
-    (_, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
-    if tokens > keys and heads > tokens and key_heads > keys:
-        warn(
-            LayoutWarning,
-            f"{name}: {tokens} queries of {heads} heads on {keys} keys of {key_heads} heads look like tensors "
-            "(B, H, N, D); the layout here is (B, N, H, D): give x.transpose(1, 2), which copies nothing",
-        )
 
 
 def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:

@@ -11,6 +11,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import ValidatedCall
+from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_decays, check_positions
 
 Tensor = torch.Tensor
@@ -61,6 +62,8 @@ def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any
         }
         for argument in (argument for argument, there in given.items() if there):
             raise fault(ArgumentError, NAME, argument, "left out when causal=False", "both")
+    if initial_state is None:  # whose heads are those of queries
+        warn_of_heads_first(name, q, k, v)
     reason = _beyond_kernels(q, v, features, scale)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])

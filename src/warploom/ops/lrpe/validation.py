@@ -12,6 +12,7 @@ from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import ValidatedCall
+from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_positions
 
 Tensor = torch.Tensor
@@ -25,6 +26,8 @@ MAX_ROWS = 2**31 - 2**12
 """Rows of features (batch · tokens · heads) that the kernels count in 32 bits, to the end of the last tile."""
 MAX_SEQUENCES = 2**30
 """Packed sequences among which the kernels search."""
+MOST_HEADS = 192
+"""The heads of queries and keys together, in the largest models."""
 MAX_AXES = 4
 """Axes of a grid that the kernels unravel themselves."""
 
@@ -73,6 +76,8 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
         if moved:
             raise fault(ArgumentError, name, "offset", "left out when a grid is given", "both")
     _check_frequencies(name, kind, x, theta, position_ids, grid)
+    if x.dim() == 4 and grid is None and position_ids is None and theta.shape[:-1] in ((), (1,)):
+        warn_of_heads_first(name, x, x, most_heads=MOST_HEADS)
     limit = _beyond_kernels(x, cu_seqlens)
     if grid is not None and len(grid) > MAX_AXES:
 
