@@ -46,9 +46,9 @@ def linear_attention(
     g = q.new_zeros((1, q.shape[1], 1), dtype=dtype) if decay is None else decay.to(dtype)
     g = g.expand(1, q.shape[1], -1) if g.dim() == 1 else g  # (B or 1, N, H or 1)
     if cu_seqlens is not None:
-        rows, places = _sequence_rows(q.shape[1], cu_seqlens, q.shape[1] if longest is None else longest)
-        q, k, v = (_take(x[0], rows) for x in (q, k, v))  # (S, L, H, F)
-        g = _take(g[0], rows)
+        rows, places = lrpe.sequence_rows(q.shape[1], cu_seqlens, q.shape[1] if longest is None else longest)
+        q, k, v = (lrpe.take_rows(x[0], rows) for x in (q, k, v))  # (S, L, H, F)
+        g = lrpe.take_rows(g[0], rows)
         offset = offset.reshape(()) if isinstance(offset, Tensor) else offset
     # Its gradients by queries and by keys grow with positions, and nearly cancel: they are added before rounding.
     theta = None if theta is None else theta.double()
@@ -66,7 +66,7 @@ def linear_attention(
         out = torch.einsum("bnhf,bhfe->bnhe", queries, _factor(state, q.dtype))
     out = (out * scale).to(q.dtype)
     if cu_seqlens is not None:
-        out = _take(out.flatten(0, 1), places)[None]
+        out = lrpe.take_rows(out.flatten(0, 1), places)[None]
     return (out, state) if return_state else out
 
 
@@ -145,28 +145,6 @@ def _decays_over(g: Tensor) -> Tensor:
     later, first = steps[:-1], steps[:, None]
     sums = g[..., None, :].expand(*g.shape[:-1], tokens + 1, tokens).masked_fill(later < first, 0.0).cumsum(-1)
     return sums.masked_fill(later + 1 < first, -torch.inf).exp()
-
-
-def _sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Rows of packed sequences, as a batch, and places in that batch of rows: ``(S, L)`` and ``(N,)``.
-
-    ``N`` stands for no row and ``S · L`` for no place, as of rows behind the last sequence.
-    """
-    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    steps = torch.arange(longest, device=cu_seqlens.device)
-    rows = start[:, None] + steps
-    rows = torch.where(rows < end[:, None].clamp(max=tokens), rows, tokens)
-    index = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(end, index, right=True)
-    inside = sequence < end.shape[0]
-    sequence = sequence.clamp(max=end.shape[0] - 1)
-    places = torch.where(inside, sequence * longest + index - start[sequence], end.shape[0] * longest)
-    return rows, places
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of ``x`` (N, …), and zeros for row ``N``."""
-    return torch.cat((x, x.new_zeros((1, *x.shape[1:]))))[rows]
 
 
 def _chunks(x: Tensor, count: int) -> Tensor:

@@ -114,6 +114,28 @@ def sequence_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.searchsorted(cu_seqlens.to(index.dtype), index, right=True) - 1
 
 
+def sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Rows of packed sequences, as a batch, and places in that batch of rows: ``(S, L)`` and ``(N,)``.
+
+    ``N`` stands for no row and ``S · L`` for no place, as of rows behind the last sequence.
+    """
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    steps = torch.arange(longest, device=cu_seqlens.device)
+    rows = start[:, None] + steps
+    rows = torch.where(rows < end[:, None].clamp(max=tokens), rows, tokens)
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(end, index, right=True)
+    inside = sequence < end.shape[0]
+    sequence = sequence.clamp(max=end.shape[0] - 1)
+    places = torch.where(inside, sequence * longest + index - start[sequence], end.shape[0] * longest)
+    return rows, places
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``x`` (N, …), and zeros for row ``N``."""
+    return torch.cat((x, x.new_zeros((1, *x.shape[1:]))))[rows]
+
+
 def without_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """``x`` (B, N, H, D) with zeros, and no gradient, in the rows behind the last packed sequence."""
     if cu_seqlens is None:
