@@ -21,7 +21,12 @@ from warploom.ops import FOLDERS
 PACKAGE = Path(warploom.__file__).parent
 OPERATOR_FILES = ("README.md", "api.py", "bench.py", "reference.py", "validation.py", "__init__.py")
 COMPOSED = PACKAGE / "ops" / "rotary_attention"  # of the launches of two other operators
-BUILT_ON = {"append_kv": ("lrpe",), "linear_attention": ("lrpe", "flash_attention"), "tpa": ("flash_attention",)}
+BUILT_ON = {
+    "append_kv": ("lrpe",),
+    "delta_attention": ("lrpe",),
+    "linear_attention": ("lrpe", "flash_attention"),
+    "tpa": ("flash_attention",),
+}
 """Operators that use parts of others: kernels those of kernels, launches those of launches, and so on."""
 # What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {
