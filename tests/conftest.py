@@ -167,11 +167,12 @@ def float32_precision() -> Iterator[None]:
 @pytest.fixture
 def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench measures a few times, for what it does and not for what it finds, as on an idle machine."""
-    from warploom.bench import measure
+    from warploom.bench import measure, sensors
 
     for name, value in {"TARGET_MS": 0.1, "MIN_ROUNDS": 3, "MAX_ROUNDS": 5}.items():
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(sensors, "read_cpu_times", lambda: None)
 
 
 @pytest.fixture

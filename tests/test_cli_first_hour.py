@@ -168,6 +168,7 @@ def test_a_busy_machine_is_said_in_a_line(
     load: float, gpu: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(sensors, "read_cpu_times", lambda: None)
     monkeypatch.setattr(sensors, "nvidia_smi", lambda uuid, fields: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: toy)
     monkeypatch.setattr(toy, "uuid", "x", raising=False)

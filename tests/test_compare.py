@@ -83,6 +83,31 @@ def test_a_pair_has_a_ratio_its_interval_and_a_verdict() -> None:
     assert (wide.significant, wide.verdict, wide.worse_by(0.05)) == (False, "same", False)
     shaken = Pair("toy", "fwd", {}, record(64, 1.0), record(64, 2.0, disturbed="thermal"))
     assert (shaken.significant, shaken.verdict, shaken.worse_by(0.05)) == (False, "disturbed", False)
+    assert shaken.ratio == 2.0
+    assert all(map(math.isnan, shaken.interval))
+
+
+def test_disturbed_cases_have_no_interval_and_are_in_no_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    before = save(tmp_path / "before", [record(n, 1.0) for n in SIZES])
+    shaken = record(256, 2.0, disturbed="other programs used 50 % of the processors")
+    some = save(tmp_path / "some", [record(64, 1.1), shaken])
+    assert [mean.cases for mean in compare(before, some).means] == [1, 1]
+    assert main(["compare", before, some]) == 0
+    out = capsys.readouterr().out
+    assert "1 disturbed" in out
+    assert "have no interval, and are in no mean" in out
+    (line,) = (line for line in out.splitlines() if "n=256" in line and "…" not in line and "2.000" in line)
+    assert line.split()[-1] == "disturbed"
+    every = save(tmp_path / "every", [shaken])
+    assert not compare(before, every).means
+    assert main(["compare", before, every]) == 0
+    assert "geometric mean" not in capsys.readouterr().out
+    assert main(["compare", before, every, "--json"]) == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert (pair["low"], pair["high"], pair["ratio"]) == (None, None, 2.0)
 
 
 def test_a_failure_on_one_side_has_no_ratio_and_is_worse() -> None:

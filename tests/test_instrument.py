@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from warploom.bench import Traffic, compare, measure, records, run_bench, runner
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import fingerprint, source_of
 from warploom.bench.runner import Selection
-from warploom.bench.sensors import Reader, Reading, WatchedClock
+from warploom.bench.sensors import Reader, Reading, WatchedClock, read_cpu_times
 from warploom.cli import main
 from warploom.errors import ArgumentError, DtypeError
 from warploom.report import write_report
@@ -445,6 +446,52 @@ def test_a_disturbed_case_is_marked_shown_and_measured_again(
     again = runner.run([bench], selection, CPU, tmp_path, resume=True)
     assert {r.disturbed for r in again.records} == {None}
     assert {r.provider: r for r in records.load([tmp_path])}["torch"].disturbed is None
+
+
+class Cpus:
+    """Processors of which other programs use so many."""
+
+    def __init__(self, others: float) -> None:
+        self.others, self.wall = others, 0.0
+
+    def read(self) -> sensors.CpuTimes:
+        self.wall += 1.0
+        return sensors.CpuTimes(self.wall, self.wall * (1.0 + self.others), self.wall)
+
+
+@pytest.mark.usefixtures("quick_measurements")
+def test_other_programs_on_a_cpu_are_said_and_disturb_what_is_timed_from_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = os.cpu_count() or 1
+    for percent in (50, 5):
+        monkeypatch.setattr(sensors, "read_cpu_times", Cpus(cores * percent / 100).read)
+        results = time_functions(
+            {"relu": torch.relu, "clamp": lambda input: input.clamp(min=0)},
+            lambda n: {"input": torch.randn(n)},
+            [{"n": 64}],
+            reference=torch.relu,
+            device="cpu",
+        )
+        said = "other programs used 50 % of the processors" if percent == 50 else None
+        assert {record.disturbed for record in results.records} == {said}
+        warned = f"warploom: this machine is busy ({said}): times may be too long"
+        assert (warned in capsys.readouterr().err) == (said is not None)
+        assert (str(said) in str(results)) == (said is not None)
+
+
+def test_the_use_of_processors_is_read() -> None:
+    earlier = read_cpu_times()
+    if earlier is None:
+        pytest.skip("this system does not say")
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    now = read_cpu_times()
+    assert now is not None
+    assert now.own - earlier.own >= 0.25
+    assert now.everyone - earlier.everyone >= 0.2
+    assert now.wall > earlier.wall
 
 
 def test_records_of_before_there_were_disturbances_still_load(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class Pair:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of the ratio of the true medians; see the module's text."""
-        if not self.comparable:
+        """The interval of the ratio of the true medians; see the module's text. None is known if disturbed."""
+        if not self.comparable or self.disturbed:
             return math.nan, math.nan
         low = (self.b.ms_p20 or 0.0) / (self.a.ms_p80 or math.inf)
         return low, (self.b.ms_p80 or math.inf) / self.a.ms_p20 if self.a.ms_p20 else math.inf
@@ -85,7 +85,7 @@ class Pair:
     def significant(self) -> bool:
         """True if the interval leaves out 1, and nothing disturbed the measurements."""
         low, high = self.interval
-        return not self.disturbed and (low > 1 or high < 1)
+        return low > 1 or high < 1
 
     @property
     def verdict(self) -> str:
@@ -133,10 +133,10 @@ class Comparison:
 
     @property
     def means(self) -> list[Mean]:
-        """The geometric mean of each operator and mode, and that of everything."""
+        """The geometric mean of each operator and mode, and that of everything; of cases without disturbance."""
         groups: dict[str, list[Pair]] = {}
         for pair in self.pairs:
-            if pair.comparable:
+            if pair.comparable and not pair.disturbed:
                 groups.setdefault(f"{pair.operator} {pair.mode}", []).append(pair)
         every = [pair for group in groups.values() for pair in group]
         return [_mean(name, group) for name, group in groups.items()] + ([_mean("all", every)] if every else [])

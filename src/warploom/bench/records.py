@@ -68,7 +68,7 @@ class Record:
     host_us: float | None = None
     """Median wall time from entering the call to its return."""
     disturbed: str | None = None
-    """The event on the GPU during the timing that makes the time doubtful, in one line."""
+    """The event during the timing that makes the time doubtful, in one line: a GPU's slowdown, other programs."""
     rounds: int | None = None
     """Timed repetitions."""
     late: int | None = None

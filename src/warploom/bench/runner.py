@@ -26,7 +26,7 @@ from warploom.bench.limits import fixed_us
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
 from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
-from warploom.bench.sensors import WatchedClock, make_reader
+from warploom.bench.sensors import WatchedClock, make_reader, others_here
 from warploom.bench.storage import probe
 from warploom.errors import ArgumentError, WarploomError, unknown
 from warploom.ops.spec import KERNELS, Bench, Case
@@ -181,6 +181,9 @@ def run(
     gpu = gpu_of(environment)
     tasks = [_task(unit, selection, identifier, run_id, gpu, found) for unit in units]
     outcome = Outcome()
+    if any(task.missing for task in tasks) and (others := others_here(device)):
+        said = f"warploom: this machine is busy ({others}): times may be too long"
+        print(said, file=terminal or sys.stderr, flush=True)
     began = time.monotonic()
     with show_progress(len(units), terminal) as progress, contextlib.ExitStack() as stack:
         ahead = Ahead()

@@ -1,6 +1,7 @@
-"""Disturbances of a GPU while it is timed: clocks, temperature and slowdowns, sampled between repetitions.
+"""Disturbances of what is timed: a GPU's clocks, temperature and slowdowns, and other programs on a CPU.
 
-They come from NVML (the package ``nvidia-ml-py``), or from ``nvidia-smi``, which is slower and asked less often.
+Those of a GPU are sampled between repetitions. They come from NVML (the package ``nvidia-ml-py``), or from
+``nvidia-smi``, which is slower and asked less often.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from warploom.bench import measure
 from warploom.bench.environment import nvidia_smi
-from warploom.bench.measure import Call, Clock
+from warploom.bench.measure import Call, Clock, CpuClock
 
 SLOWDOWNS = {
     0x08: "hardware slowdown",
@@ -28,7 +31,9 @@ SLOWDOWNS = {
 POWER_CAP = 0x04
 """NVML's reason for lower clocks under heavy arithmetic. That is how the chip works, and part of the result."""
 BUSY = 10
-"""The percentage of a GPU's time or memory from which it counts as used by somebody else."""
+"""The percentage of a GPU's time or memory, or of a CPU's time, from which it counts as used by somebody else."""
+LOOK_S = 0.2
+"""Seconds for which use of a CPU is looked at; its counters move 100 times a second."""
 CLOCK_RANGE = 1.1
 """The largest ratio of the highest to the lowest clock of an undisturbed case."""
 
@@ -53,6 +58,16 @@ class Reader:
     """Seconds between two readings, so that reading disturbs nothing itself."""
 
 
+class CpuTimes(NamedTuple):
+    """Seconds since an earlier moment."""
+
+    wall: float
+    everyone: float
+    """The time of all processors in all programs."""
+    own: float
+    """The same, in this process and in those of its children that have ended."""
+
+
 class WatchedClock:
     """A clock that looks at the sensors between repetitions that count, never while one runs."""
 
@@ -60,6 +75,7 @@ class WatchedClock:
         self.clock = clock
         self.reader = reader
         self.samples, self.next_s, self.counts = list[Reading](), 0.0, False
+        self.cpu_times: CpuTimes | None = None
 
     def host_us(self, call: Call) -> float:
         """See `Clock.host_us`."""
@@ -79,12 +95,14 @@ class WatchedClock:
         """See `Clock.settle`."""
         self.clock.settle(samplers)
         self.counts = True
+        self.cpu_times = read_cpu_times() if isinstance(self.clock, CpuClock) else None
 
     def begin(self) -> None:
         """Forget what was seen: another case begins."""
         self.samples.clear()
         self.next_s = 0.0
         self.counts = False
+        self.cpu_times = None
 
     def disturbance(self) -> str | None:
         """Returns the events since `begin` that make its times doubtful, if there were any."""
@@ -96,17 +114,20 @@ class WatchedClock:
         clocks = [seen.sm_mhz for seen in self.samples[1:] if not seen.reasons & POWER_CAP]
         if clocks and max(clocks) > CLOCK_RANGE * min(clocks):
             found.append(f"the SM clock went from {min(clocks)} to {max(clocks)} MHz")
-        if not found:
-            return None
-        return f"{', '.join(found)}, at {max(seen.celsius for seen in self.samples)} °C"
+        if found:
+            found.append(f"at {max(seen.celsius for seen in self.samples)} °C")
+        return ", ".join([*found, *_other_programs(self.cpu_times)]) or None
 
 
 def others_here(device: torch.device) -> str:
     """Returns what else uses this machine now, in words; empty where nothing does, or nobody knows."""
-    found = []
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
-    if load > cores / 2:
-        found.append(f"a load of {load:.1f} on {cores} cores")
+    earlier = read_cpu_times()
+    if earlier is None:
+        load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
+        found = [f"a load of {load:.1f} on {cores} cores"] if load > cores / 2 else []
+    else:
+        time.sleep(LOOK_S)
+        found = _other_programs(earlier)
     if device.type == "cuda":
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         with contextlib.suppress(ValueError):  # a GPU that does not say
@@ -114,6 +135,27 @@ def others_here(device: torch.device) -> str:
             found += [f"the GPU at {used:.0f} %"] if used >= BUSY else []
             found += [f"{held / 1024:.1f} GiB of its memory taken"] if 100 * held >= BUSY * whole else []
     return ", ".join(found)
+
+
+def read_cpu_times() -> CpuTimes | None:
+    """Returns the time that processors have worked so far; None on a system that does not say."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+        user, nice, system, _, _, irq, softirq, steal = map(int, first.split()[1:9])
+    except (OSError, ValueError):
+        return None
+    everyone = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return CpuTimes(time.monotonic(), everyone, sum(os.times()[:4]))
+
+
+def _other_programs(earlier: CpuTimes | None) -> list[str]:
+    """Returns how much other programs have used the processors since an earlier moment, if that is much."""
+    now = read_cpu_times()
+    if earlier is None or now is None or now.wall - earlier.wall < LOOK_S:
+        return []
+    of_others = (now.everyone - earlier.everyone) - (now.own - earlier.own)
+    percent = 100 * of_others / ((now.wall - earlier.wall) * (os.cpu_count() or 1))
+    return [f"other programs used {percent:.0f} % of the processors"] if percent >= BUSY else []
 
 
 def make_reader(device: torch.device) -> Reader | None:

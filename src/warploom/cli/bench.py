@@ -60,7 +60,6 @@ def _bench(options: argparse.Namespace) -> int:
     from warploom.bench.compile_first import compile_first
     from warploom.bench.records import RECORDS
     from warploom.bench.runner import plan, run
-    from warploom.bench.sensors import others_here
     from warploom.report import render_terminal
 
     device = the_device(options.device)
@@ -85,8 +84,6 @@ def _bench(options: argparse.Namespace) -> int:
     limits: dict[str, Any] = {"resume": options.resume, "time_limit": options.time_limit}
     log = output / LOG
     print(_how_long(units, device.type), flush=True)
-    if others := others_here(device):
-        print(f"warploom: this machine is busy ({others}): times may be too long", file=sys.stderr)
     with quiet(log) as shown:
         outcome = run(chosen, selection, device, output, prepare=prepare, terminal=shown, **limits)
 

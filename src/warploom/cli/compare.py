@@ -84,6 +84,8 @@ def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
     counts = Counter(pair.verdict if pair.comparable else "without two times" for pair in comparison.pairs)
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     lines.append(f"B is, in {len(comparison.pairs)} cases: {said}")
+    if counts["disturbed"]:
+        lines.append("cases that were disturbed while they were timed have no interval, and are in no mean")
     if fail_above is not None:
         worse = comparison.slower(fail_above)
         lines.append(f"{len(worse)} of {len(comparison.pairs)} cases worse by more than {100 * fail_above:g} %")
@@ -91,7 +93,7 @@ def _text(comparison: Comparison, fail_above: float | None, every: bool) -> str:
         [mean.name, str(mean.cases), f"{mean.ratio:.3f}", f"{mean.low:.3f} … {mean.high:.3f}"]
         for mean in comparison.means
     ]
-    tables = [Table.of(["geometric mean", "cases", "B / A", "interval"], means)]
+    tables = [Table.of(["geometric mean", "cases", "B / A", "interval"], means)] if means else []
     ranked = sorted(comparison.pairs, key=lambda pair: pair.ratio if pair.comparable else math.inf, reverse=True)
     if every or len(ranked) <= 2 * MOST_CASES:
         tables.append(_cases("case", comparison, comparison.pairs))
@@ -113,7 +115,10 @@ def _cases(head: str, comparison: Comparison, pairs: Sequence[Pair]) -> Table:
     rows = []
     for pair in pairs:
         low, high = pair.interval
-        numbers = [f"{pair.ratio:.3f}", f"{low:.3f} … {high:.3f}"] if pair.comparable else ["", ""]
+        numbers = [
+            f"{pair.ratio:.3f}" if pair.comparable else "",
+            "" if math.isnan(low) else f"{low:.3f} … {high:.3f}",
+        ]
         times = ["" if record.ms is None else f"{record.ms:.4g}" for record in (pair.a, pair.b)]
         name = textwrap.fill(f"{pair.operator} {pair.mode} {said[id(pair)]}", room, break_on_hyphens=False)
         rows.append([name, *times, *numbers[: 2 if wide else 1], pair.verdict])
