@@ -307,6 +307,14 @@ def test_wrong_calls_are_refused(wrong: Wrong, device: torch.device) -> None:
 VALUES: tuple[Wrong, ...] = (
     ({"seqused_k": torch.tensor([3, 9])}, ArgumentError, "seqused_k", "M = 8", "9"),
     ({"seqused_k": torch.tensor([-1, 8])}, ArgumentError, "seqused_k", "between 0", "-1"),
+    (
+        {"seqused_k": torch.tensor([8, 2])},
+        ArgumentError,
+        "seqused_k",
+        "the new ones, of which sequence 1 has 3",
+        "2",
+    ),
+    ({"seqused_k": torch.tensor([0, 8])}, ArgumentError, "seqused_k", "cache_seqlens, plus the new tokens", "0"),
     ({"block_table": torch.tensor([[0, 1], [2, 9]], dtype=torch.int32)}, ArgumentError, "block_table", "8", "9"),
     (
         {"block_table": torch.tensor([[0, 1], [2, 0]], dtype=torch.int32)},
@@ -318,6 +326,15 @@ VALUES: tuple[Wrong, ...] = (
 @each(VALUES)
 def test_wrong_values_are_refused(wrong: Wrong) -> None:
     assert_refused(append_kv, GOOD, wrong, torch.device("cpu"))
+
+
+def test_a_sequence_without_new_tokens_may_have_no_keys() -> None:
+    k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    caches = torch.zeros(2, 3, 8, 2, 8)
+    bounds = torch.tensor([0, 4, 4, 5])
+    append_kv(k, v, *caches, cu_seqlens=bounds, seqused_k=torch.tensor([4, 0, 1]), backend="torch")
+    with pytest.raises(ArgumentError, match="of which sequence 2 has 1"):
+        append_kv(k, v, *caches, cu_seqlens=bounds, seqused_k=torch.tensor([4, 0, 0]), backend="torch")
 
 
 def test_what_is_shared_but_not_written_may_be_shared() -> None:

@@ -55,14 +55,17 @@ def check_values(name: str, inputs: AppendInputs) -> None:
     pages, size = k_cache.shape[:2]
     check_bounds(name, "cu_seqlens", cu_seqlens, k.shape[1])
     check_lengths(name, "seqused_k", seqused_k, size if table is None else size * table.shape[1])
-    if table is None or not (is_readable(table) and is_readable(seqused_k)):
+    if not is_readable(seqused_k) or (cu_seqlens is not None and not is_readable(cu_seqlens)):
+        return
+    counts = [k.shape[1]] * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    for sequence, (used, count) in enumerate(zip(seqused_k.tolist(), counts)):
+        if used < count:
+            expected = f"of keys with the new ones, of which sequence {sequence} has {count} (lengths before them, "
+            expected += "as flash-attn's cache_seqlens, plus the new tokens)"
+            raise fault(ArgumentError, name, "seqused_k", expected, used)
+    if not is_readable(table):
         return
     check_pages(name, table, seqused_k, pages, size)
-    counts = [k.shape[1]] * k.shape[0]
-    if cu_seqlens is not None:
-        if not is_readable(cu_seqlens):
-            return
-        counts = cu_seqlens.diff().tolist()
     written: dict[int, int] = {}
     for sequence, (row, used, count) in enumerate(zip(table.tolist(), seqused_k.tolist(), counts)):
         for page in row[max(used - count, 0) // size : -(-used // size)] if count else []:
