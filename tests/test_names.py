@@ -13,6 +13,7 @@ import warploom
 from warploom import (
     LayoutWarning,
     UnknownArgumentError,
+    append_kv,
     flash_attention,
     linear_attention,
     lrpe_cosine,
@@ -57,6 +58,32 @@ def test_unknown_arguments_say_what_to_write(function: Any) -> None:
     last = list(own)[-1]
     assert message(function, *CALLS[function], **{last + "s": 1}).endswith(f"did you mean {last}?")
     assert str(len(CALLS[function]) + 1) in message(function, *CALLS[function], True) or "theta" in own
+
+
+REQUIRED = {
+    function: tuple(name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty)
+    for function in (*CALLS, append_kv)
+}
+
+
+@pytest.mark.parametrize("function", REQUIRED, ids=lambda function: function.__name__)
+def test_missing_arguments_are_named_and_other_names_come_first(function: Any) -> None:
+    given: dict[str, Any] = dict.fromkeys(REQUIRED[function], QKV[0])
+    for name in ("mesh",) if "mesh" in given else REQUIRED[function]:
+        lacking = {key: value for key, value in given.items() if key != name}
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) missing a required argument: '{name}'"):
+            function(**lacking)
+        assert f"did you mean {name}?" in message(function, **lacking, **{f"{name}_x": QKV[0]}) or len(name) < 5
+    with pytest.raises(TypeError, match="missing a required argument"):
+        function()
+
+
+def test_other_names_of_required_arguments_say_what_to_write() -> None:
+    x, *caches = torch.randn(5, 1, 3, 2, 4)
+    said = message(append_kv, x, *caches[:3], cache_seqlens=torch.tensor([3]))
+    assert said.endswith("here it is seqused_k: keys of each batch entry, new ones included")
+    assert "here it is theta" in message(lrpe_rotate, x, cos=x, sin=x)
+    assert "here it is theta" in message(lrpe_cosine, x, freqs=x)
 
 
 def test_arguments_by_position_say_what_to_write() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
+from warploom.runtime.names import refuse_missing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,6 +60,7 @@ def group_of(function: str, mesh: object) -> Any:
         ArgumentError: It has more dimensions, or other ranks only.
     """
     if not isinstance(mesh, DeviceMesh):
+        refuse_missing(function, "mesh", mesh)
         raise fault(DtypeError, function, "mesh", "a DeviceMesh", type(mesh).__name__)
     dimensions = len(mesh.shape)
     if dimensions != 1:

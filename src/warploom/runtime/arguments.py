@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
+from warploom.runtime.names import refuse_missing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 2**31 - 1
@@ -19,8 +20,10 @@ def check_tensor(function: str, argument: str, value: object, dtypes: tuple[torc
 
     Raises:
         DtypeError: It is no tensor, of another dtype, sparse, or nested.
+        TypeError: The call lacks the argument.
     """
     if not isinstance(value, torch.Tensor):
+        refuse_missing(function, argument, value)
         expected = "a tensor" if dtypes is FLOATS else "an integer tensor"
         raise fault(DtypeError, function, argument, expected, type(value).__name__)
     if value.dtype not in dtypes:

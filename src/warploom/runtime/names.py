@@ -1,7 +1,8 @@
 """Names of arguments in other libraries, for errors that say what to write here.
 
 A public function takes unknown arguments as ``*_others`` and ``**_unknown``, which costs nothing where there are
-none, and passes them to `refuse_unknown`. `hide_catch_alls` hides both from its signature.
+none, and passes them to `refuse_unknown`. `hide_catch_alls` hides both from its signature. It also lets a call
+begin that lacks an argument, since another library's name may stand for it; `refuse_missing` ends it otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from warploom.errors import UnknownArgumentError
 
@@ -29,13 +30,17 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("return_softmax_lse", "return_lse", "the second result is the logarithm of each row's sum"),
     ("cache_seqlens", "seqused_k", "keys of each batch entry, new ones included"),
     ("page_table", "block_table", "pages of each batch entry"),
-    ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences"),
-    ("cu_seqlens_k", "cu_seqlens", "bounds of packed sequences"),
+    ("slot_mapping", "block_table", "pages; places in them follow from `seqused_k`"),
+    ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences, of queries and keys alike"),
+    ("cu_seqlens_k", "cu_seqlens", "bounds of packed sequences, of queries and keys alike"),
     ("max_seqlen_q", "", "leave it out; no greatest length is needed"),
     ("max_seqlen_k", "", "leave it out; no greatest length is needed"),
     ("max_seqlen", "", "leave it out; no greatest length is needed"),
     ("cos", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
     ("sin", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
+    ("rotary_cos", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
+    ("rotary_sin", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
+    ("rotary_interleaved", "interleaved", "pairs of neighbouring features instead of halves"),
     ("freqs", "theta", "frequencies in radians per position"),
     ("seqlen_offset", "offset", "the position of the first token"),
     ("seqlen_offsets", "offset", "the position of the first token"),
@@ -48,15 +53,41 @@ a function has is taken."""
 _TABLES = "theta holds frequencies in radians per position; tables of cosines and sines are not needed: {call}"
 
 
+class Missing:
+    """The value of an argument that a call lacks."""
+
+
+MISSING: Final = Missing()
+
+
 def hide_catch_alls(function: F) -> F:
-    """Give a function a signature without ``*_others`` and ``**_unknown``."""
+    """Give a function a signature without ``*_others`` and ``**_unknown``, and `MISSING` for what a call lacks."""
     signature = inspect.signature(function, eval_str=True)
     known = []
+    positional: list[Any] = []
+    by_name: dict[str, Any] = {}
     for parameter in signature.parameters.values():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            known.append(parameter)
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        known.append(parameter)
+        default = MISSING if parameter.default is parameter.empty else parameter.default
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            by_name[parameter.name] = default
+        else:
+            positional.append(default)
+    function.__defaults__, function.__kwdefaults__ = tuple(positional), by_name
     function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return function
+
+
+def refuse_missing(function: str, argument: str, value: object) -> None:
+    """Raise if a call lacks an argument.
+
+    Raises:
+        TypeError: It does, with the text of Python's own error.
+    """
+    if value is MISSING:
+        raise TypeError(f"{function}() missing a required argument: {argument!r}")
 
 
 def refuse_unknown(function: Callable[..., Any], others: tuple[Any, ...], unknown: dict[str, Any]) -> NoReturn:

@@ -51,8 +51,8 @@ def append_kv(
         k_cache: ``(S, M, Hkv, D)``, room for ``M`` keys of every sequence, or with ``block_table``
             ``(pages, page_size, Hkv, D)``. Of the dtype of ``k``, any strides without overlap. Written.
         v_cache: The same with ``E`` features. Written.
-        seqused_k: ``(S,)`` int32 or int64: keys of each sequence, **with** the new ones, up to ``M``: lengths before
-            them, such as ``cache_seqlens`` of flash-attn, plus the number of new tokens.
+        seqused_k: ``(S,)`` int32 or int64: keys of each sequence, **with** the new ones, up to ``M``: lengths
+            before them, such as ``cache_seqlens`` of flash-attn, plus the number of new tokens.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: new tokens of several
             sequences, any number of each. Without it ``S = B``, and each sequence has ``N`` new ones.
         block_table: ``(S, P)`` int32: the page that holds keys ``p · page_size …`` of a sequence is
