@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import toy
@@ -192,8 +193,7 @@ def test_the_command_line_and_the_bench_import_nothing_heavy() -> None:
 
 
 def test_help_needs_no_pytorch_and_answers_at_once() -> None:
-    root = Path(__file__).parents[1]
-    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    variables = processes.environment()
     seconds = []
     for _ in range(3):
         before = os.times()
@@ -206,8 +206,7 @@ def test_help_needs_no_pytorch_and_answers_at_once() -> None:
 
 
 def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> None:
-    root = Path(__file__).parents[1]
-    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    variables = processes.environment()
     for first in ("", "import torch; "):
         program = f"{first}import warploom; print(*[getattr(warploom, name) for name in warploom.__all__])"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
@@ -216,7 +215,6 @@ def test_an_operator_is_there_whether_pytorch_was_imported_before_or_not() -> No
 
 
 def test_completion_shows_operators_and_subpackages() -> None:
-    root = Path(__file__).parents[1]
     program = """
 import sys, warploom
 assert {"lrpe_rotate", "nn", "bench", "integrations", "distributed"} <= set(dir(warploom)) >= set(warploom.__all__)
@@ -224,7 +222,7 @@ assert not {"sys", "Any", "Path"} & set(dir(warploom))
 assert "warploom.nn" not in sys.modules
 print(warploom.nn.LRPE, warploom.bench.time_functions, warploom.integrations, warploom.distributed)
 """
-    variables = {**os.environ, "PYTHONPATH": str(root / "src")}
+    variables = processes.environment()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
 

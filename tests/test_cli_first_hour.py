@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import toy
@@ -99,7 +100,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: str) -> None:
     os.close(read)
     with os.fdopen(write, "w") as gone:
         command = [sys.executable, "-m", "warploom", *words.split()]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": ""}
+        variables = processes.environment(PYTHONUNBUFFERED="")
         done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, env=variables)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ import unittest
 from pathlib import Path
 from types import ModuleType
 
+import processes
 import pytest
 import torch
 from sybil import Example, Sybil
@@ -46,8 +46,7 @@ def run_console(example: Example) -> None:
         else:
             known = words[:2] == ["python", "-m"] or (words[0] == "python" and words[1].startswith("tools/"))
             assert known, f"neither warploom nor python -m nor a tool: {line}"
-            environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-            environment["PYTHONPATH"] = str(ROOT / "src")
+            environment = {k: v for k, v in processes.environment().items() if k != "TRITON_INTERPRET"}
             done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
@@ -149,7 +148,7 @@ def test_links_of_a_guide_lead_somewhere(folder: str, hooks: ModuleType) -> None
 @pytest.mark.seldom(2)
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    environment = processes.environment(NO_MKDOCS_2_WARNING="1")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

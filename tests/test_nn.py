@@ -3,13 +3,12 @@
 import inspect
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 
@@ -36,7 +35,7 @@ def random(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def test_importing_needs_no_gpu_and_no_extras() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    environment = processes.environment()
     command = [sys.executable, "-c", IMPORT_PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout) == {"heavy": [], "cuda": False}

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 import sharding_checks as checks
 import torch
@@ -56,7 +57,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_whole_checkpoints(folder: Path) -
     output = folder / "killed"
     words = [*checks.WORDS.split(), "--steps", "100000", "--text", str(folder / "text.py"), "--output", str(output)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1"}
+    environment = processes.environment(OMP_NUM_THREADS="1")
     command = [sys.executable, *launcher, str(EXAMPLES / "train_lm.py"), *words, "--cp", "2"]
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until = time.monotonic() + 120

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import json
-import os
 import subprocess
 import sys
 import typing
@@ -11,6 +10,7 @@ from graphlib import TopologicalSorter
 from importlib.resources import files
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -313,7 +313,7 @@ print(json.dumps({
 
 
 def import_probe() -> dict[str, object]:
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    environment = processes.environment()
     command = [sys.executable, "-c", IMPORT_PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout)

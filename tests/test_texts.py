@@ -1,13 +1,13 @@
 """The tables of README and documentation come from the committed records."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import texts
 from diagrams import DIAGRAMS
@@ -34,8 +34,8 @@ def test_the_tables_are_what_the_records_say(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     # In the interpreter nothing is known of what is stale.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
+    environment = processes.environment(ROOT / "tools")
+    environment.pop("TRITON_INTERPRET", None)
     program = "import sys, texts; from pathlib import Path; texts.ROOT = Path(sys.argv[1])\n"
     program += "texts.replace_text = lambda path, text: path.suffix == '.md' and path.write_text(text)\n"
     program += "texts.main([*map(Path, sys.argv[2:])])"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 from warploom.bench.records import Record, append, load, load_environments, save_environment
@@ -175,8 +175,8 @@ sys.exit(f"no call launches {', '.join(missing)}" if missing or len(kernels) < 3
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_the_calls_launch_every_kernel_for_hopper() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(TOOLS)])
+    environment = processes.environment(TOOLS)
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", LAUNCHED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

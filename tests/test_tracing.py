@@ -1,19 +1,18 @@
 """Programs made from calls: compiled for any size, exported with dynamic sizes, traced. And operations counted."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import processes
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-import warploom
 from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
 from warploom.nn import (
     LRPE,
@@ -243,7 +242,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     program, tensors = tmp_path / "program.pt2", tmp_path / "tensors.pt"
     torch.export.save(torch.export.export(Rotated(), inputs), program)
     torch.save(inputs, tensors)
-    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    environment = processes.environment()
     command = [sys.executable, "-c", LOADED, str(program), str(tensors)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -406,7 +405,7 @@ print(counter.get_total_flops())
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_operations_of_the_first_call(device: torch.device) -> None:
     """A counter that was imported and made after the operators."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(warploom.__file__).parents[1])}
+    environment = processes.environment()
     command = [sys.executable, "-W", "ignore", "-c", FIRST, device.type]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.stdout == f"{2 * 5 * 5 * 2 * 16}\n", done.stderr
