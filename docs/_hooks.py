@@ -1,7 +1,7 @@
 """Hooks of MkDocs: pages that come from the package, so that a new operator has its pages without a word here.
 
-The guide of an operator is the README in its folder; other texts there are pages behind it. Links are relative to
-that folder and may lead out of the documentation, which a page cannot follow.
+The guide of an operator is the README in its folder; other texts there are pages behind it. Links lead to files of
+the repository, as its host shows them. Pages have them lead to pages; what is none leaves its words alone.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Return a page of the folder ``docs`` whose links lead to pages."""
+    text = ROOT / "docs" / page.file.src_uri
+    return with_links(markdown, text, posixpath.dirname(page.file.src_uri)) if text.is_file() else markdown
+
+
 def texts_of(folder: str) -> list[Path]:
     """The texts in an operator's folder, its README first."""
     texts = (ROOT / "src" / "warploom" / "ops" / folder).glob("*.md")
@@ -49,7 +55,12 @@ def texts_of(folder: str) -> list[Path]:
 
 def guide(text: Path) -> str:
     """A text in an operator's folder as a page under ``operators/``."""
-    return _LINK.sub(lambda link: _moved(link, text), text.read_text(encoding="utf-8"))
+    return with_links(text.read_text(encoding="utf-8"), text, "operators")
+
+
+def with_links(markdown: str, text: Path, folder: str) -> str:
+    """The words of a text of the repository, with links as a page in a folder of the site needs them."""
+    return _LINK.sub(lambda link: _moved(link, text, folder), markdown)
 
 
 def _pages(texts: list[Path]) -> dict[str, list[dict[str, str]]]:
@@ -71,15 +82,15 @@ def _title(text: Path, whole: bool = False) -> str:
     return (found[1] if whole else found[1].partition(":")[0]) if found else text.stem
 
 
-def _moved(link: re.Match[str], text: Path) -> str:
-    """A link as the page needs it: into the documentation, to another guide, or only its words."""
+def _moved(link: re.Match[str], text: Path, folder: str) -> str:
+    """A link as the page needs it: into the documentation, to a guide, or only its words."""
     mark, words, target = link.groups()
     path, _, place = target.partition("#")
     file = (text.parent / path).resolve()
     if file.is_relative_to(ROOT / "docs"):
-        path = posixpath.relpath(file.relative_to(ROOT / "docs").as_posix(), "operators")
+        path = posixpath.relpath(file.relative_to(ROOT / "docs").as_posix(), folder or ".")
     elif file.suffix == ".md" and file.parent.name in FOLDERS:
-        path = _page(file)
+        path = posixpath.relpath(f"operators/{_page(file)}", folder or ".")
     else:
         return words
     return f"{mark}[{words}]({path}{'#' * bool(place)}{place})"

@@ -122,6 +122,30 @@ def test_the_example_operator_refuses_what_it_does_not_define() -> None:
             rms_norm(*arguments[:2], backend=(*arguments, "auto")[2])
 
 
+# Links
+
+
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]+)\)|(?:src|href)=\"(?!https?://)([^\"]+)\"")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+TEXTS = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")})
+
+
+def anchors_of(text: Path) -> set[str]:
+    """The places of headings, as GitHub and the site name them."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", text.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(text: Path) -> None:
+    for link in LINK.finditer(FENCE.sub("", text.read_text(encoding="utf-8"))):
+        path, _, place = (link[1] or link[2]).partition("#")
+        target = (text.parent / path).resolve() if path else text
+        assert target.exists(), f"{link[0]} leads nowhere in the repository"
+        if place and not place.startswith("warploom."):  # those are of the site, whose build checks them
+            assert place in anchors_of(target), f"{link[0]}: there is no such heading"
+
+
 # The site
 
 
