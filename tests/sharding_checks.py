@@ -278,8 +278,8 @@ def encoding_layers():
 
     torch.manual_seed(0)
     return [
-        LRPE(2, 16, kind="rotate"),
-        Attention(32, 2, causal=True, position=LRPE(2, 16)),
+        LRPE(2, 16),
+        Attention(32, 2, causal=True, position=LRPE(2, 16, kind="cosine")),
         LinearAttention(32, 2),
     ]
 

@@ -149,7 +149,7 @@ def test_a_model_without_memory_gets_its_frequencies(
         assert torch.equal(one.theta.cpu(), expected.float())
     late.to(device)
     x = random(2, 5, 2, 8, device=device)
-    assert late[1](late[0](x)).shape == (2, 5, 2, 16)
+    assert late[1](late[0](x)).shape == (2, 5, 2, 8)
 
 
 def test_fixed_frequencies_follow_what_they_encode() -> None:
@@ -184,9 +184,10 @@ def test_positions_of_several_axes(kind: str, device: torch.device) -> None:
     torch.testing.assert_close(layer(x, position_ids=places.to(device).expand(2, -1, -1)), expected)
     assert torch.equal(layer(x, grid=[3, 5], prefix=1), expected)
     for wrong in ({}, {"grid": (15,), "prefix": 1}, {"position_ids": torch.zeros(2, 16, 3, dtype=torch.int64)}):
-        with pytest.raises(ShapeError, match="LRPE: grid or position_ids must be of axes = 2"):
+        got = "neither" if not wrong else "1 axis" if "grid" in wrong else "3 axes"
+        with pytest.raises(ShapeError, match=f"LRPE: grid or position_ids must be of 2 axes; got {got}"):
             layer(x, **wrong)
-    with pytest.raises(ShapeError, match="axes = 1"):
+    with pytest.raises(ShapeError, match="must be left out, or of 1 axis; got 2 axes"):
         LRPE(2, 12, kind=kind).to(device)(x, grid=(3, 5), prefix=1)
     with pytest.raises(ArgumentError, match="axes must be positive"):
         LRPE(2, 12, axes=0)
@@ -199,7 +200,7 @@ def test_frequencies_whose_data_was_cast_are_refused() -> None:
         module(torch.randn(1, 2, 2, 8))
 
 
-@pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: LRPE(2, d), lambda d: LRPE(2, d, kind="rotate")])
+@pytest.mark.parametrize("make", [RotaryEmbedding, lambda d: LRPE(2, d), lambda d: LRPE(2, d, kind="cosine")])
 @pytest.mark.parametrize("size", [4, 16])
 def test_positions_that_do_not_fit_a_head_are_refused(size: int, make, device: torch.device) -> None:
     """Those of fewer features would turn a part of each head."""
@@ -227,7 +228,7 @@ def test_rows_of_frequencies_that_do_not_fit_the_heads_are_refused(rows: int) ->
 
 
 def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:
-    for module in (RotaryEmbedding(8, learnable=True), LRPE(2, 8), LRPE(2, 8, kind="rotate", activation="silu")):
+    for module in (RotaryEmbedding(8, learnable=True), LRPE(2, 8, kind="cosine"), LRPE(2, 8, activation="silu")):
         module.to(device)
         module(random(2, 5, 2, 8, device=device)).square().sum().backward()  # of a rotation: constant in theta
         module(random(2, 5, 2, 8, device=device)).sum().backward()
@@ -237,7 +238,7 @@ def test_learnable_frequencies_get_a_gradient(device: torch.device) -> None:
 
 
 def test_lrpe_cosine_knows_only_differences_of_positions_and_shares_rows_among_groups(device: torch.device) -> None:
-    module = LRPE(2, 6).to(device)
+    module = LRPE(2, 6, kind="cosine").to(device)
     with torch.no_grad():
         module.theta.copy_(torch.rand(2, 6))
     q, k = random(1, 1, 4, 6, device=device), random(1, 1, 2, 6, device=device)
@@ -262,7 +263,7 @@ def test_lrpe_cosine_knows_only_differences_of_positions_and_shares_rows_among_g
         (lambda: RotaryEmbedding(8, base=0.0), "base"),
         (lambda: LRPE(2, 8, kind="sine"), "kind"),
         (lambda: LRPE(0, 8), "heads"),
-        (lambda: LRPE(2, 7, kind="rotate"), "head_dim"),
+        (lambda: LRPE(2, 7), "head_dim"),
         (lambda: Attention(10, 3), "heads"),
         (lambda: Attention(12, 6, kv_heads=4), "kv_heads"),
         (lambda: Attention(12, 6, implementation="fast"), "implementation"),
@@ -423,7 +424,9 @@ def test_attention_is_its_definition(implementation: str, heads: int, kv_heads: 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_entries_of_different_lengths_attend_as_each_alone(implementation: str, device: torch.device) -> None:
-    layer = Attention(24, 4, kv_heads=2, causal=True, position=LRPE(2, 6), implementation=implementation).to(device)
+    layer = Attention(
+        24, 4, kv_heads=2, causal=True, position=LRPE(2, 6, kind="cosine"), implementation=implementation
+    ).to(device)
     prompt, more, lengths = random(3, 5, 24, device=device), random(3, 2, 24, device=device), [5, 1, 3]
     cache = KVCache()
     layer(prompt, cache=cache)
@@ -455,7 +458,7 @@ def test_what_lies_behind_the_lengths_does_not_matter(implementation: str, devic
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("position", [None, RotaryEmbedding(8), LRPE(2, 8), LRPE(2, 8, kind="rotate")])
+@pytest.mark.parametrize("position", [None, RotaryEmbedding(8), LRPE(2, 8), LRPE(2, 8, kind="cosine")])
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0), (0, 0)])
 def test_nothing_to_attend_with(
     batch: int, tokens: int, position: torch.nn.Module | None, implementation: str, device: torch.device
@@ -631,7 +634,9 @@ def test_what_a_module_was_built_with_is_in_its_repr() -> None:
     rope = RotaryEmbedding(16, base=500.0, rotary_dim=8, interleaved=True)
     assert repr(rope) == "RotaryEmbedding(head_dim=16, rotary_dim=8, base=500.0, learnable=False, interleaved=True)"
     words = "heads=2, head_dim=16, kind='rotate', activation='relu', base=10.0, learnable=True"
-    assert repr(LRPE(2, 16, kind="rotate", activation="relu", base=10.0)) == f"LRPE({words})"
+    assert repr(LRPE(2, 16, activation="relu", base=10.0)) == f"LRPE({words})"
+    words = "heads=2, head_dim=16, axes=2, kind='cosine', out_features=32, activation='none', base=10.0"
+    assert repr(LRPE(2, 16, kind="cosine", axes=2, base=10.0)) == f"LRPE({words}, learnable=True)"
     config = nn.TransformerConfig(vocab_size=8, context_length=4, d_model=32, d_ff=64, layers=1, heads=2)
     texts = {
         SwiGLU(32, 64): "d_model=32, d_ff=64",

@@ -202,10 +202,10 @@ class Layer(NamedTuple):
 SMALL = {"vocab_size": 9, "d_model": 32, "d_ff": 48, "layers": 1, "heads": 2}
 LAYERS = {
     "rotary_embedding": Layer(lambda: RotaryEmbedding(8, learnable=True), (4, 8)),
-    "lrpe": Layer(lambda: LRPE(4, 8), (4, 8)),
-    "lrpe_rotate_for_grouped_heads": Layer(lambda: LRPE(2, 8, kind="rotate"), (4, 8)),
+    "lrpe": Layer(lambda: LRPE(4, 8, kind="cosine"), (4, 8)),
+    "lrpe_rotate_for_grouped_heads": Layer(lambda: LRPE(2, 8), (4, 8)),
     "attention": Layer(lambda: Attention(32, 2, kv_heads=1, causal=True, position=RotaryEmbedding(16))),
-    "attention_with_lrpe": Layer(lambda: Attention(32, 2, causal=True, position=LRPE(2, 16))),
+    "attention_with_lrpe": Layer(lambda: Attention(32, 2, causal=True, position=LRPE(2, 16, kind="cosine"))),
     "tensor_product_attention": Layer(lambda: TensorProductAttention(32, 2, causal=True)),
     "linear_attention": Layer(lambda: LinearAttention(32, 2)),
     "linear_attention_cosine": Layer(lambda: LinearAttention(32, 2, value_dim=8, position="cosine")),

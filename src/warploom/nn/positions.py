@@ -247,8 +247,8 @@ class LRPE(_Frequencies):
         heads: Rows of ``theta``. ``x`` may have a multiple of them, as queries have in grouped-query attention;
             neighbouring heads then share a row.
         head_dim: Features ``D`` of a head.
-        kind: ``cosine`` (``[x̄ cos φ, x̄ sin φ]``, twice the features) or ``rotate`` (pairs are rotated, ``D``
-            even).
+        kind: ``rotate`` (pairs are rotated, ``D`` even; as many features) or ``cosine`` (``[x̄ cos φ, x̄ sin φ]``,
+            twice the features).
         activation: Applied to ``x`` first, see `warploom.lrpe_cosine`. ``softmax_sequence`` depends on later tokens
             and is not for causal models.
         axes: Coordinates of a position: 1 for a sequence, 2 for the patches of an image. They share the features.
@@ -258,7 +258,7 @@ class LRPE(_Frequencies):
 
     Attributes:
         theta: ``(heads, F)`` float32, radians per position.
-        out_features: Features of a head of the result: ``2·D`` or ``D``.
+        out_features: Features of a head of the result: ``D``, or ``2·D`` for cosine.
 
     Raises:
         ArgumentError: ``kind`` is unknown, ``head_dim`` is odd for ``rotate``, or ``axes`` or ``base`` is not
@@ -271,11 +271,13 @@ class LRPE(_Frequencies):
         import torch
         from warploom.nn import LRPE
 
-        encoding = LRPE(heads=4, head_dim=32, activation="silu")
+        encoding = LRPE(heads=4, head_dim=32)
         q = encoding(torch.randn(2, 128, 8, 32))  # two query heads to a row of frequencies
-        print(q.shape)  # torch.Size([2, 128, 8, 64])
+        print(q.shape)  # torch.Size([2, 128, 8, 32])
+        cosine = LRPE(heads=4, head_dim=32, kind="cosine", activation="silu")
+        print(cosine(q).shape)  # torch.Size([2, 128, 8, 64]): twice the features
 
-        patches = LRPE(heads=8, head_dim=32, kind="rotate", axes=2)
+        patches = LRPE(heads=8, head_dim=32, axes=2)
         q = patches(torch.randn(2, 1 + 14 * 14, 8, 32), grid=(14, 14), prefix=1)  # after a class token
         print(q.shape)  # torch.Size([2, 197, 8, 32])
         ```
@@ -286,14 +288,14 @@ class LRPE(_Frequencies):
         heads: int,
         head_dim: int,
         *,
-        kind: Literal["cosine", "rotate"] = "cosine",
+        kind: Literal["rotate", "cosine"] = "rotate",
         activation: Activation = "none",
         axes: int = 1,
         base: float = 10000.0,
         learnable: bool = True,
     ) -> None:
         if kind not in ("cosine", "rotate"):
-            raise fault(ArgumentError, "LRPE", "kind", "cosine or rotate", repr(kind))
+            raise fault(ArgumentError, "LRPE", "kind", "rotate or cosine", repr(kind))
         if heads < 1:
             raise fault(ArgumentError, "LRPE", "heads", "positive", heads)
         if head_dim < 1 or (kind == "rotate" and head_dim % 2):
@@ -302,7 +304,7 @@ class LRPE(_Frequencies):
             raise fault(ArgumentError, "LRPE", "axes", "positive", axes)
         angles = head_dim if kind == "cosine" else head_dim // 2
         super().__init__(heads, -(-angles // axes), base, learnable)
-        self.kind: Literal["cosine", "rotate"] = kind
+        self.kind: Literal["rotate", "cosine"] = kind
         self.activation: Activation = activation
         self.axes = axes
         self.heads, self.head_dim = heads, head_dim
@@ -331,7 +333,9 @@ class LRPE(_Frequencies):
         if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 3:
             given = position_ids.shape[-1]
         if given != self.axes:
-            raise fault(ShapeError, "LRPE", "grid or position_ids", f"of axes = {self.axes}", f"of {given}")
+            expected = f"of {self.axes} axes" if self.axes > 1 else "left out, or of 1 axis"
+            got = "neither" if grid is None and position_ids is None else f"{given} axes" if given > 1 else "1 axis"
+            raise fault(ShapeError, "LRPE", "grid or position_ids", expected, got)
         self.check_features(x, self.head_dim)
         encode = lrpe_cosine if self.kind == "cosine" else lrpe_rotate
         theta = self.frequencies(x)
@@ -353,4 +357,5 @@ class LRPE(_Frequencies):
     def extra_repr(self) -> str:
         """Returns the encoding's arguments."""
         sizes = f"heads={self.heads}, head_dim={self.head_dim}" + (f", axes={self.axes}" if self.axes > 1 else "")
-        return f"{sizes}, kind={self.kind!r}, activation={self.activation!r}, {super().extra_repr()}"
+        sizes += f", kind={self.kind!r}" + (f", out_features={self.out_features}" if self.kind == "cosine" else "")
+        return f"{sizes}, activation={self.activation!r}, {super().extra_repr()}"

@@ -211,7 +211,7 @@ def _position(config: TransformerConfig) -> RotaryEmbedding | LRPE | None:
         return RotaryEmbedding(config.head_dim, base=config.base, learnable=config.learnable_positions)
     if config.position == "cosine":
         rows = config.kv_heads or config.heads
-        return LRPE(rows, config.head_dim, base=config.base, learnable=config.learnable_positions)
+        return LRPE(rows, config.head_dim, kind="cosine", base=config.base, learnable=config.learnable_positions)
     return None
 
 
