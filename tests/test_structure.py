@@ -206,8 +206,6 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
 
 
 MOST_PARAMETERS = {True: 20, False: 12}  # of a kernel, and of a device function
-MORE_PARAMETERS = {("flash_attention", "triton"): 25}  # of a kernel
-MORE_OF_A_FUNCTION = {"kv_loop_by_warp": 16, "query_loop_by_warp": 13}
 
 
 @pytest.mark.parametrize("path", source_files(), ids=relative)
@@ -217,14 +215,7 @@ def test_what_belongs_together_comes_to_a_kernel_as_one_tuple(path: Path) -> Non
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
     }
-    more = next((most for folders, most in MORE_PARAMETERS.items() if {*folders} <= {*path.parts}), 0)
-    most = {
-        name: max(more, MOST_PARAMETERS[True])
-        if name.endswith("_kernel")
-        else MORE_OF_A_FUNCTION.get(name, MOST_PARAMETERS[False])
-        for name in counts
-    }
-    above = {name: count for name, count in counts.items() if count > most[name]}
+    above = {name: count for name, count in counts.items() if count > MOST_PARAMETERS[name.endswith("_kernel")]}
     assert above == {}
 
 

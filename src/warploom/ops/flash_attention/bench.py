@@ -175,6 +175,9 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"n": 3, "m": 0, "causal": True},
     {"n": 1, "m": 150, "causal": True},
     {"n": 150, "batch": 1, "heads": 1, "causal": True, "dtype": "bfloat16", "layout": "bhnd"},
+    # So few queries for so many keys that the KV loop is split.
+    {"n": 33, "m": 300, "batch": 1, "heads": 1, "causal": True, "dtype": "bfloat16", "sink": True}
+    | {"return_lse": True},
 )
 
 OPERATOR = Operator(

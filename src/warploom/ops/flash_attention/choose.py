@@ -20,6 +20,8 @@ from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
 from warploom.ops.flash_attention.triton import launch_small as small
 from warploom.ops.flash_attention.triton.backward import (
+    KeyParts,
+    StatisticStrides,
     key_kernel,
     prepare_kernel,
     query_kernel,
@@ -29,7 +31,7 @@ from warploom.ops.flash_attention.triton.backward import (
 )
 from warploom.ops.flash_attention.triton.forward import Packing, combine_kernel, forward_kernel
 from warploom.ops.flash_attention.triton.launch import TERMS
-from warploom.ops.flash_attention.triton.tiles import PARTS_AHEAD
+from warploom.ops.flash_attention.triton.tiles import PARTS_AHEAD, BackwardStrides, ForwardStrides, RowTiles
 from warploom.ops.flash_attention.variants import BackwardVariant, ForwardVariant
 from warploom.runtime.choices import note
 from warploom.runtime.launch import Buffer, Launch, has_pdl
@@ -181,10 +183,9 @@ def _triton_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant:
             *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
         ),
         out_split=out.numel() // layout.vec if grid.splits > 1 else 0,  # from one part to the next
-        SHORT=grid.short,
+        strides=ForwardStrides(*layout.strides),
         PDL=has_pdl(call.device),
         **tiling.arguments_of(call, grid, layout, product, shape.group, pages, decode.few_queries(call)),
-        **layout.of("q", "k", "v", "out"),
     )
     variant: Any = variants.TritonForward(launch)
     if grid.splits > 1:
@@ -216,20 +217,24 @@ def _split_forward(
     """Returns a kernel whose KV loops are split, with the launch that merges its parts."""
     shape, pdl = call.shape, has_pdl(call.device)
     block_r = max(1024 // shape.block_e, 1)
-    rows = shape.batch_size * shape.heads * shape.tokens
+    rows = tiling.lse_rows(shape)
     layout = layout_for(Strides, out)
     cu_q = call.mask.cu_seqlens_q if call.has_sink else None
     packing = None if cu_q is None else Packing(cu_q.shape[0] - 1, cu_q.stride(0))
     combine = Launch(
         combine_kernel,
-        -(-rows // block_r),
+        -(-rows.count // block_r),
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink", "cu_seqlens_q"),
         pdl=pdl,
-        rows=rows, tokens=shape.tokens, heads=shape.heads, splits=splits, out_split=out.numel() // layout.vec,
-        packing=packing, VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim,
-        BLOCK_R=block_r, BLOCK_E=shape.block_e, AHEAD=PARTS_AHEAD.value, PDL=pdl,
+        lse_rows=rows,
+        splits=splits,
+        out_split=out.numel() // layout.vec,
+        packing=packing,
+        tiles=RowTiles(layout.vec, layout.unit, shape.value_dim, block_r, shape.block_e),
+        AHEAD=PARTS_AHEAD.value,
+        PDL=pdl,
         **layout.of("out"),
-    )  # fmt: skip
+    )
     return variants.SplitForward(inner, combine, *_forward_parts(call.shape, splits))
 
 
@@ -244,17 +249,18 @@ def plan_preprocess(call: Call, grad: Tensor, grad_lse: Tensor | None, out: Tens
     layout = layout_for(Strides, out, grad)
     # Rows at any address have an address for each element.
     block_r = min((4096 if layout.vec > 1 else 1024) // shape.block_e, 64)
-    rows = shape.batch_size * shape.heads * shape.tokens
-    lse_b, lse_h, lse_n = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    rows = tiling.lse_rows(shape)
     launch = Launch(
         prepare_kernel,
-        -(-rows // block_r),
+        -(-rows.count // block_r),
         takes=("out", "grad", "statistics", "dlse", "lse", "delta", "inverse", "counters", "tiles_added"),
-        rows=rows, tokens=shape.tokens, heads=shape.heads, dlse_b=lse_b, dlse_h=lse_h, dlse_n=lse_n,
-        VEC=layout.vec, UNIT=layout.unit, E=shape.value_dim, BLOCK_R=block_r, BLOCK_E=shape.block_e,
-        PRECISION=tiling.product_of("backward", call, call.precision), PDL=has_pdl(call.device),
+        lse_rows=rows,
+        dlse_strides=StatisticStrides(*((0, 0, 0) if grad_lse is None else grad_lse.stride())),
+        tiles=RowTiles(layout.vec, layout.unit, shape.value_dim, block_r, shape.block_e),
+        PRECISION=tiling.product_of("backward", call, call.precision),
+        PDL=has_pdl(call.device),
         **layout.of("out", "grad"),
-    )  # fmt: skip
+    )
     return variants.Preprocess(launch, Buffer.rows((shape.batch_size, shape.heads, shape.tokens), torch.float32))
 
 
@@ -263,15 +269,15 @@ def plan_sink_gradient(call: Call) -> variants.SinkGradient | variants.LoneSinkG
     shape = call.shape
     if shape.empty():
         return variants.LoneSinkGradient()
-    in_head = shape.batch_size * shape.tokens
     launch = Launch(
         sink_kernel,
         shape.heads,
         takes=("sink", "statistics", "delta", "dsink"),
         num_warps=8,
-        rows=in_head * shape.heads, tokens=shape.tokens, heads=shape.heads, in_head=in_head,
+        lse_rows=tiling.lse_rows(shape),
+        in_head=shape.batch_size * shape.tokens,
         BLOCK=4096,
-    )  # fmt: skip
+    )
     return variants.SinkGradient(launch)
 
 
@@ -399,9 +405,8 @@ def _plan_triton_gradient(
     elements = sum(x.numel() for x in results.values())
     grid = tiling.grid_of(kernel, call, product, elements, call.aligned and layout.vec > 1)
     pdl = has_pdl(call.device)
-    split: dict[str, Any] = {
-        f"{name}_split": x.numel() // layout.vec if grid.splits > 1 else 0 for name, x in results.items()
-    }
+    distances = [x.numel() // layout.vec if grid.splits > 1 else 0 for x in results.values()]  # between parts
+    parts: dict[str, Any] = {"parts": KeyParts(*distances)} if kernel == "key" else {"dq_split": distances[0]}
     inputs = ("q", "k", "v", "grad")
     launch = Launch(
         key_kernel if kernel == "key" else query_kernel,
@@ -409,11 +414,11 @@ def _plan_triton_gradient(
         takes=(*inputs, "lse", "delta", "inverse", *results, "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         pdl=pdl,
         grad_scale=call.scale,
-        SHORT=grid.short,
         PDL=pdl,
-        **split,
+        strides=BackwardStrides(*layout.strides[:4]),
+        **parts,
         **tiling.arguments_of(call, grid, layout, product, 1 if kernel == "key" else call.shape.group),
-        **layout.of(*inputs, *results),
+        **{f"{name}_strides": strides for name, strides in zip(results, layout.strides[4:])},
     )
     gradient = variants.TritonGradient(launch)
     if kernel == "key" and call.mask.seqused_k is not None:
@@ -426,16 +431,19 @@ def _plan_rounds(call: Call, dq: Tensor) -> Launch:
     shape, pdl = call.shape, has_pdl(call.device)
     layout = layout_for(Strides, dq)
     block_r = min(4096 // shape.block_d, 64)
-    rows = shape.batch_size * shape.heads * shape.tokens
+    rows = tiling.lse_rows(shape)
     return Launch(
         round_kernel,
-        -(-rows // block_r),
+        -(-rows.count // block_r),
         takes=("added", "tiles_added", "dq"),
         pdl=pdl,
-        rows=rows, tokens=shape.tokens, heads=shape.heads, scale=call.scale,
-        VEC=layout.vec, UNIT=layout.unit, D=shape.head_dim, BLOCK_R=block_r, BLOCK_D=shape.block_d,
-        BLOCK_M=hopper.queries_of_a_sum(shape), PDL=pdl, **layout.of("dq"),
-    )  # fmt: skip
+        lse_rows=rows,
+        scale=call.scale,
+        tiles=RowTiles(layout.vec, layout.unit, shape.head_dim, block_r, shape.block_d),
+        BLOCK_M=hopper.queries_of_a_sum(shape),
+        PDL=pdl,
+        **layout.of("dq"),
+    )
 
 
 def _plan_sums(splits: dict[str, int], gradients: dict[str, Tensor], pdl: bool) -> Launch:

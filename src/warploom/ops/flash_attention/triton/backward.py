@@ -22,6 +22,8 @@ from warploom.device.product import product, product_as_transposed, rounded
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.tiles import (
     PARTS_AHEAD,
+    BackwardStrides,
+    LseRows,
     Mask,
     Rows,
     Sizes,
@@ -45,29 +47,39 @@ from warploom.ops.flash_attention.triton.tiles import (
 )
 
 
+class StatisticStrides(NamedTuple):
+    """Strides of a number for each row (B, H, N)."""
+
+    b: tl.int64
+    h: tl.int64
+    n: tl.int64
+
+
 @triton.jit
 def prepare_kernel(
     out, grad, statistics, dlse, lse, delta, inverse, counters, tiles_added,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, dlse_b: tl.int64, dlse_h: tl.int64, dlse_n: tl.int64,
-    out_strides: Strides, grad_strides: Strides,
-    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    lse_rows: LseRows, dlse_strides: StatisticStrides, out_strides: Strides, grad_strides: Strides,
+    tiles: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find what every row needs: ``δ``, lse and inverse of its weights; an lse of +inf makes weights zero.
 
-    A row is a (batch entry, head, token), tokens fastest. ``counters`` (2,), with which the kernels for Hopper count
-    their tiles, and ``tiles_added`` (2, rows), by which one of them adds in order, become zero. With ``PDL`` the launch
-    after it may be put in place while this one still runs.
+    ``counters`` (2,), with which the kernels for Hopper count their tiles, and ``tiles_added`` (2, rows), by which one
+    of them adds in order, become zero. With ``PDL`` the launch after it may be put in place while this one still runs.
     """
     if PDL:
         gdc_launch_dependents()
     if counters is not None and tl.program_id(0) == 0:
         tl.store(counters + tl.arange(0, 2), tl.zeros((2,), dtype=tl.int32))
+    VEC: tl.constexpr = tiles.VEC
+    UNIT: tl.constexpr = tiles.UNIT
+    BLOCK_R: tl.constexpr = tiles.BLOCK_R
+    BLOCK_E: tl.constexpr = tiles.BLOCK_F
+    rows, tokens, heads = lse_rows.count, lse_rows.tokens, lse_rows.heads
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_range = row < rows
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    mask = in_range[:, None] & (feature < E)[None, :]
+    mask = in_range[:, None] & (feature < tiles.F)[None, :]
     out_rows = row_offsets(batch, token, head, out_strides, VEC)
     grad_rows = row_offsets(batch, token, head, grad_strides, VEC)
     out_ptrs = out + out_rows[:, None] + (feature if UNIT else feature * out_strides.f)[None, :]
@@ -78,7 +90,8 @@ def prepare_kernel(
         do = rounded(do, tl.bfloat16).to(tl.float32)
     sums = tl.sum(o * do, axis=1)
     if dlse is not None:
-        sums -= tl.load(dlse + batch * dlse_b + head * dlse_h + token * dlse_n, mask=in_range, other=0.0)
+        dlse_ptrs = dlse + batch * dlse_strides.b + head * dlse_strides.h + token * dlse_strides.n
+        sums -= tl.load(dlse_ptrs, mask=in_range, other=0.0)
     row_max = tl.load(statistics + row, mask=in_range, other=0.0)
     row_sum = tl.load(statistics + rows + row, mask=in_range, other=0.0)
     empty = row_sum == 0.0
@@ -96,14 +109,20 @@ def prepare_kernel(
 
 @triton.jit
 def round_kernel(
-    added, tiles_added, dq, rows: tl.int64, tokens: tl.int32, heads: tl.int32, scale: tl.float32, dq_strides: Strides,
-    VEC: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+    added, tiles_added, dq, lse_rows: LseRows, scale: tl.float32, dq_strides: Strides,
+    tiles: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries from what was ``added`` (B, H, N, D) to it, which lacks the scale.
+    """Write the gradient of queries from the sums ``added`` (B, H, N, D), which lack the scale.
 
-    ``tiles_added`` (B, H, N) at the first of ``BLOCK_M`` queries say how often; where never, there is anything.
+    ``tiles_added`` (B, H, N) at the first of ``BLOCK_M`` queries says how many tiles were added; where none were,
+    ``added`` holds anything.
     """
+    VEC: tl.constexpr = tiles.VEC
+    UNIT: tl.constexpr = tiles.UNIT
+    D: tl.constexpr = tiles.F
+    BLOCK_R: tl.constexpr = tiles.BLOCK_R
+    BLOCK_D: tl.constexpr = tiles.BLOCK_F
+    rows, tokens, heads = lse_rows.count, lse_rows.tokens, lse_rows.heads
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_D)
@@ -118,11 +137,9 @@ def round_kernel(
 
 
 @triton.jit
-def sink_kernel(
-    sink, statistics, delta, dsink,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, in_head: tl.int32, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a head's sink: ``−Σ w · δ`` over its rows, in which the sink has the weight ``w`` = ``exp(sink − lse)``."""
+def sink_kernel(sink, statistics, delta, dsink, lse_rows: LseRows, in_head: tl.int32, BLOCK: tl.constexpr):
+    """Write the gradient of a head's sink: ``−Σ w · δ`` over its rows, where ``w = exp(sink − lse)`` is the sink's weight."""
+    rows, tokens, heads = lse_rows.count, lse_rows.tokens, lse_rows.heads
     head = tl.program_id(0)
     logit = tl.load(sink + head).to(tl.float32) * LOG2_E
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -141,8 +158,8 @@ def sink_kernel(
 class Queries(NamedTuple):
     """Tensors of the queries of a key head, from the first of a sequence on."""
 
-    q: tl.tuple  # `Rows`
-    do: tl.tuple  # `Rows`
+    q: Rows
+    do: Rows
     lse: tl.tensor  # (group, tokens): pointers
     delta: tl.tensor  # (group, tokens): pointers
     inverse: tl.tensor | None  # (group, tokens): pointers
@@ -153,26 +170,26 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def uncapped(dlogits, logits, variant: tl.constexpr):
-    """Gradients of logits, from those of capped logits; see `capped`."""
-    if variant.SOFTCAP is not None:
+def uncapped(dlogits, logits, config: tl.constexpr):
+    """Returns gradients of logits, from those of capped logits; see `capped`."""
+    if config.SOFTCAP is not None:
         dlogits = dlogits * (1.0 - logits * logits)
     return dlogits
 
 
 @triton.jit
-def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
-    """Loop over queries ``begin … end`` of every head of a group, one loop for all, which keeps registers free.
+def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.constexpr, config: tl.constexpr):
+    """Add the gradients of keys (N, D), without the scale, and of values (N, E) from queries ``begin … end``.
 
-    Gradients of keys (N, D), without the scale, and of values (N, E). The last queries come first: in causal attention
-    these see the most keys and give each the smallest weight, so that sums grow with what is added to them, and what
-    float32 rounds off stays small however long the loop is.
+    One loop goes over every head of a group, which keeps registers free. The last queries come first: in causal
+    attention these see the most keys and give each the smallest weight, so that sums grow with what is added to them,
+    and what float32 rounds off stays small however long the loop is.
     """
     q, do = queries.q, queries.do
-    PRECISION: tl.constexpr = variant.PRECISION
-    BLOCK_M: tl.constexpr = variant.BLOCK_M
-    q_step, do_step = q.strides.n * variant.VEC, do.strides.n * variant.VEC
-    q_head, do_head = q.strides.h * variant.VEC, do.strides.h * variant.VEC
+    PRECISION: tl.constexpr = config.PRECISION
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    q_step, do_step = q.strides.n * config.VEC, do.strides.n * config.VEC
+    q_head, do_head = q.strides.h * config.VEC, do.strides.h * config.VEC
     steps = tl.cdiv(end - begin, BLOCK_M)
     for step in tl.range(0, queries.group * steps):
         place = step // queries.group
@@ -181,10 +198,10 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         query = m + tl.arange(0, BLOCK_M)
         row = member * queries.row_h + query
         q_ptr = q.ptr + member * q_head + m * q_step
-        q_tile = load_factor(q_ptr, q, m, queries.tokens, variant.D, MASKED, PRECISION)
+        q_tile = load_factor(q_ptr, q, m, queries.tokens, config.D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         logits = product_as_transposed(k, transposed(q_tile, PRECISION), logits, PRECISION)
-        logits, factor = capped(logits, scale, variant)
+        logits, factor = capped(logits, scale, config)
         if MASKED:
             row_lse = tl.load(queries.lse + row, mask=query < queries.tokens, other=float("inf"))
             row_delta = tl.load(queries.delta + row, mask=query < queries.tokens, other=0.0)
@@ -195,61 +212,67 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         if queries.inverse is not None:
             weights *= tl.load(queries.inverse + row, mask=query < queries.tokens, other=0.0)[None, :]
         if MASKED:
-            seen = visible((query + queries.offset)[None, :], key[:, None], mask, variant)
+            seen = visible((query + queries.offset)[None, :], key[:, None], mask, config)
             weights = tl.where(seen, weights, 0.0)
         do_ptr = do.ptr + member * do_head + m * do_step
-        do_tile = load_factor(do_ptr, do, m, queries.tokens, variant.E, MASKED, PRECISION)
+        do_tile = load_factor(do_ptr, do, m, queries.tokens, config.E, MASKED, PRECISION)
         dv = product(as_factor(weights, do.ptr.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
         dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
         dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-        dlogits = uncapped(weights * (dweights - row_delta[None, :]), logits, variant)
+        dlogits = uncapped(weights * (dweights - row_delta[None, :]), logits, config)
         dk = product(as_factor(dlogits, q.ptr.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
+
+
+class KeyParts(NamedTuple):
+    """Distances from a part of the gradients to the next, where loops are split."""
+
+    dk: tl.int64
+    dv: tl.int64
 
 
 @triton.jit
 def key_kernel(
     q, k, v, grad, lse, delta, inverse, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    sizes: Sizes, grad_scale: tl.float32, dk_split: tl.int64, dv_split: tl.int64,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides,
-    dk_strides: Strides, dv_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    sizes: Sizes, grad_scale: tl.float32, parts: KeyParts, strides: BackwardStrides, dk_strides: Strides, dv_strides: Strides, config: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head, over one split of the loop over the queries of every query head of its group.
+    """Write the gradients of one tile of keys and values of one key head.
 
-    Gradients of keys that are not used are not written.
+    They come from one split of the loop over the queries of every query head of its group. Gradients of keys that are
+    not used are not written.
 
     With ``PDL`` the launch after it, of `query_kernel`, starts where this one leaves multiprocessors idle. Before, it
     waits for what both read; keys and values of its own are on their way by then, unless they come in terms made before.
     """
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
-    D: tl.constexpr = variant.D
-    E: tl.constexpr = variant.E
-    BLOCK_M: tl.constexpr = variant.BLOCK_M
-    BLOCK_N: tl.constexpr = variant.BLOCK_N
-    BLOCK_D: tl.constexpr = variant.BLOCK_D
-    BLOCK_E: tl.constexpr = variant.BLOCK_E
-    PRECISION: tl.constexpr = variant.PRECISION
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    BLOCK_D: tl.constexpr = config.BLOCK_D
+    BLOCK_E: tl.constexpr = config.BLOCK_E
+    PRECISION: tl.constexpr = config.PRECISION
     key_heads = heads // group
     block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * key_heads, sizes.section)
     split = block % sizes.splits
     block = block // sizes.splits
     batch, key_head = row // key_heads, row % key_heads
-    n, k_start, keys, q_start, tokens = tile_bounds(
+    bounds = tile_bounds(
         block, cu_seqlens_k, sizes.cu_k_stride, cu_seqlens_q, sizes.cu_q_stride, sizes.keys, sizes.tokens,
         sizes.sequences, BLOCK_N,
     )  # fmt: skip
-    keys = used_keys(seqused_k, batch, keys)
+    n, k_start, q_start, tokens = bounds.first, bounds.start, bounds.other_start, bounds.other_length
+    keys = used_keys(seqused_k, batch, bounds.length)
     if n < keys:
         MADE: tl.constexpr = PRECISION == "3-term" or PRECISION == "2-term"
-        k_ptr = base_of(k, batch, k_start + n, key_head, k_strides, variant.VEC)
-        v_ptr = base_of(v, batch, k_start + n, key_head, v_strides, variant.VEC)
+        k_ptr = base_of(k, batch, k_start + n, key_head, strides.k, config.VEC)
+        v_ptr = base_of(v, batch, k_start + n, key_head, strides.v, config.VEC)
         q_term, do_term = term_stride(sizes, sizes.tokens, heads, D), term_stride(sizes, sizes.tokens, heads, E)
         k_term, v_term = term_stride(sizes, sizes.keys, key_heads, D), term_stride(sizes, sizes.keys, key_heads, E)
         if PDL and MADE:
             gdc_wait()
-        k_rows = Rows(k_ptr, tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant), k_strides, k_term)
-        v_rows = Rows(v_ptr, tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant), v_strides, v_term)
+        k_rows = Rows(k_ptr, tile_offsets(strides.k, BLOCK_N, BLOCK_D, config), strides.k, k_term)
+        v_rows = Rows(v_ptr, tile_offsets(strides.v, BLOCK_N, BLOCK_E, config), strides.v, v_term)
         k_tile = load_factor(k_ptr, k_rows, n, keys, D, True, PRECISION)
         v_tile = load_factor(v_ptr, v_rows, n, keys, E, True, PRECISION)
         if PDL:
@@ -260,16 +283,16 @@ def key_kernel(
         offset = keys - tokens  # the last query stands at the last key
         key = n + tl.arange(0, BLOCK_N)
         last = tl.minimum(n + BLOCK_N, keys) - 1 - offset
-        begin, full_begin, full_end, end = loop_bounds(
-            n - offset, last, sizes.right, sizes.left, tokens, split, sizes.splits, variant.HAS_RIGHT,
-            variant.HAS_LEFT, BLOCK_M,
+        loop = loop_bounds(
+            n - offset, last, sizes.right, sizes.left, tokens, split, sizes.splits, config.HAS_RIGHT,
+            config.HAS_LEFT, BLOCK_M,
         )  # fmt: skip
         mask = Mask(keys, sizes.left, sizes.right)
         head = key_head * group
-        q_ptr = base_of(q, batch, q_start, head, q_strides, variant.VEC)
-        do_ptr = base_of(grad, batch, q_start, head, grad_strides, variant.VEC)
-        q_rows = Rows(q_ptr, tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant), q_strides, q_term)
-        do_rows = Rows(do_ptr, tile_offsets(grad_strides, BLOCK_M, BLOCK_E, variant), grad_strides, do_term)
+        q_ptr = base_of(q, batch, q_start, head, strides.q, config.VEC)
+        do_ptr = base_of(grad, batch, q_start, head, strides.grad, config.VEC)
+        q_rows = Rows(q_ptr, tile_offsets(strides.q, BLOCK_M, BLOCK_D, config), strides.q, q_term)
+        do_rows = Rows(do_ptr, tile_offsets(strides.grad, BLOCK_M, BLOCK_E, config), strides.grad, do_term)
         first = (batch.to(tl.int64) * heads + head) * sizes.tokens + q_start
         head_inverse = None if inverse is None else inverse + first
         dk_tile = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
@@ -278,26 +301,28 @@ def key_kernel(
             q_rows, do_rows, lse + first, delta + first, head_inverse, tl.cast(sizes.tokens, tl.int64), group, tokens,
             offset,
         )  # fmt: skip
-        if SHORT:
+        if config.SHORT:
             dk_tile, dv_tile = query_loop(
-                dk_tile, dv_tile, k_tile, v_tile, queries, begin, end, key, mask, scale, True, variant
+                dk_tile, dv_tile, k_tile, v_tile, queries, loop.begin, loop.end, key, mask, scale, True, config
             )
         else:
             dk_tile, dv_tile = query_loop(
-                dk_tile, dv_tile, k_tile, v_tile, queries, full_end, end, key, mask, scale, True, variant
+                dk_tile, dv_tile, k_tile, v_tile, queries, loop.full_end, loop.end, key, mask, scale, True, config
             )
             dk_tile, dv_tile = query_loop(
-                dk_tile, dv_tile, k_tile, v_tile, queries, full_begin, full_end, key, mask, scale, False, variant
-            )
-            if variant.HAS_RIGHT:
+                dk_tile, dv_tile, k_tile, v_tile, queries, loop.full_begin, loop.full_end, key, mask, scale, False,
+                config,
+            )  # fmt: skip
+            if config.HAS_RIGHT:
                 dk_tile, dv_tile = query_loop(
-                    dk_tile, dv_tile, k_tile, v_tile, queries, begin, full_begin, key, mask, scale, True, variant
-                )
+                    dk_tile, dv_tile, k_tile, v_tile, queries, loop.begin, loop.full_begin, key, mask, scale, True,
+                    config,
+                )  # fmt: skip
         row = k_start + n
-        dk_ptr = part_base(dk, batch, row, key_head, split, dk_split, dk_strides, variant)
-        store_tile(dk_ptr + tile_offsets(dk_strides, BLOCK_N, BLOCK_D, variant), dk_tile * grad_scale, n, keys, D)
-        dv_ptr = part_base(dv, batch, row, key_head, split, dv_split, dv_strides, variant)
-        store_tile(dv_ptr + tile_offsets(dv_strides, BLOCK_N, BLOCK_E, variant), dv_tile, n, keys, E)
+        dk_ptr = part_base(dk, batch, row, key_head, split, parts.dk, dk_strides, config)
+        store_tile(dk_ptr + tile_offsets(dk_strides, BLOCK_N, BLOCK_D, config), dk_tile * grad_scale, n, keys, D)
+        dv_ptr = part_base(dv, batch, row, key_head, split, parts.dv, dv_strides, config)
+        store_tile(dv_ptr + tile_offsets(dv_strides, BLOCK_N, BLOCK_E, config), dv_tile, n, keys, E)
     elif PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -314,25 +339,24 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, variant: tl.constexpr):
-    """Loop over keys ``begin … end``: gradients of queries (M, D), without the scale."""
-    q, do, row_lse, row_delta, position = rows
-    PRECISION: tl.constexpr = variant.PRECISION
-    BLOCK_N: tl.constexpr = variant.BLOCK_N
-    k_step, v_step = k.strides.n * variant.VEC, v.strides.n * variant.VEC
+def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, config: tl.constexpr):
+    """Add the gradients of queries (M, D), without the scale, from keys ``begin … end``."""
+    PRECISION: tl.constexpr = config.PRECISION
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    k_step, v_step = k.strides.n * config.VEC, v.strides.n * config.VEC
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, variant.D, MASKED, PRECISION)
+        k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, config.D, MASKED, PRECISION)
         logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
-        logits, factor = capped(logits, scale, variant)
-        weights = power_of_two(logits * factor - row_lse[:, None])  # (M, N)
+        logits = product(rows.q, transposed(k_tile, PRECISION), logits, PRECISION)
+        logits, factor = capped(logits, scale, config)
+        weights = power_of_two(logits * factor - rows.lse[:, None])  # (M, N)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
-            weights = tl.where(visible(position[:, None], key[None, :], mask, variant), weights, 0.0)
-        v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, variant.E, MASKED, PRECISION)
+            weights = tl.where(visible(rows.position[:, None], key[None, :], mask, config), weights, 0.0)
+        v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, config.E, MASKED, PRECISION)
         dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
-        dweights = product(do, transposed(v_tile, PRECISION), dweights, PRECISION)
-        dlogits = uncapped(weights * (dweights - row_delta[:, None]), logits, variant)
+        dweights = product(rows.do, transposed(v_tile, PRECISION), dweights, PRECISION)
+        dlogits = uncapped(weights * (dweights - rows.delta[:, None]), logits, config)
         dq = product(as_factor(dlogits, k.ptr.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
     return dq
 
@@ -340,11 +364,10 @@ def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, varia
 @triton.jit
 def query_kernel(
     q, k, v, grad, lse, delta, inverse, dq, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    sizes: Sizes, grad_scale: tl.float32, dq_split: tl.int64,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, grad_strides: Strides, dq_strides: Strides,
-    variant: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
+    sizes: Sizes, grad_scale: tl.float32, dq_split: tl.int64, strides: BackwardStrides, dq_strides: Strides,
+    config: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over one split of its KV loop: the gradient of the queries.
+    """Write the gradient of one tile of queries of one head, over one split of its KV loop.
 
     With ``PDL`` it runs beside `key_kernel`, of which it reads nothing, and does not end before that has ended;
     what sums up parts may be put in place while it still runs.
@@ -352,31 +375,31 @@ def query_kernel(
     if PDL:
         gdc_launch_dependents()
     heads, group, scale = sizes.heads, sizes.group, sizes.scale
-    D: tl.constexpr = variant.D
-    E: tl.constexpr = variant.E
-    BLOCK_M: tl.constexpr = variant.BLOCK_M
-    BLOCK_N: tl.constexpr = variant.BLOCK_N
-    BLOCK_D: tl.constexpr = variant.BLOCK_D
-    BLOCK_E: tl.constexpr = variant.BLOCK_E
-    PRECISION: tl.constexpr = variant.PRECISION
-    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant)
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    BLOCK_D: tl.constexpr = config.BLOCK_D
+    BLOCK_E: tl.constexpr = config.BLOCK_E
+    PRECISION: tl.constexpr = config.PRECISION
+    place = query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, config)
     split, row, batch, head = place.split, place.row, place.batch, place.head
     m, q_start, tokens, k_start, keys = place.m, place.q_start, place.tokens, place.k_start, place.keys
     if m < tokens:
-        q_ptr = base_of(q, batch, q_start + m, head, q_strides, variant.VEC)
-        do_ptr = base_of(grad, batch, q_start + m, head, grad_strides, variant.VEC)
-        k_ptr = base_of(k, batch, k_start, head // group, k_strides, variant.VEC)
-        v_ptr = base_of(v, batch, k_start, head // group, v_strides, variant.VEC)
-        k_offsets = tile_offsets(k_strides, BLOCK_N, BLOCK_D, variant)
-        v_offsets = tile_offsets(v_strides, BLOCK_N, BLOCK_E, variant)
-        q_offsets = tile_offsets(q_strides, BLOCK_M, BLOCK_D, variant)
-        do_offsets = tile_offsets(grad_strides, BLOCK_M, BLOCK_E, variant)
-        q_rows = Rows(q_ptr, q_offsets, q_strides, term_stride(sizes, sizes.tokens, heads, D))
-        do_rows = Rows(do_ptr, do_offsets, grad_strides, term_stride(sizes, sizes.tokens, heads, E))
+        q_ptr = base_of(q, batch, q_start + m, head, strides.q, config.VEC)
+        do_ptr = base_of(grad, batch, q_start + m, head, strides.grad, config.VEC)
+        k_ptr = base_of(k, batch, k_start, head // group, strides.k, config.VEC)
+        v_ptr = base_of(v, batch, k_start, head // group, strides.v, config.VEC)
+        k_offsets = tile_offsets(strides.k, BLOCK_N, BLOCK_D, config)
+        v_offsets = tile_offsets(strides.v, BLOCK_N, BLOCK_E, config)
+        q_offsets = tile_offsets(strides.q, BLOCK_M, BLOCK_D, config)
+        do_offsets = tile_offsets(strides.grad, BLOCK_M, BLOCK_E, config)
+        q_rows = Rows(q_ptr, q_offsets, strides.q, term_stride(sizes, sizes.tokens, heads, D))
+        do_rows = Rows(do_ptr, do_offsets, strides.grad, term_stride(sizes, sizes.tokens, heads, E))
         q_tile = load_factor(q_ptr, q_rows, m, tokens, D, True, PRECISION)
         do_tile = load_factor(do_ptr, do_rows, m, tokens, E, True, PRECISION)
-        k_rows = Rows(k_ptr, k_offsets, k_strides, term_stride(sizes, sizes.keys, heads, D, group))
-        v_rows = Rows(v_ptr, v_offsets, v_strides, term_stride(sizes, sizes.keys, heads, E, group))
+        k_rows = Rows(k_ptr, k_offsets, strides.k, term_stride(sizes, sizes.keys, heads, D, group))
+        v_rows = Rows(v_ptr, v_offsets, strides.v, term_stride(sizes, sizes.keys, heads, E, group))
         first = row.to(tl.int64) * sizes.tokens + q_start + m
         local = tl.arange(0, BLOCK_M)
         in_range = m + local < tokens
@@ -387,20 +410,24 @@ def query_kernel(
         position = m + offset + local
         last = tl.minimum(m + BLOCK_M, tokens) - 1 + offset
         mask = Mask(keys, sizes.left, sizes.right)
-        begin, full_begin, full_end, end = key_bounds(m + offset, last, mask, split, sizes.splits, variant)
+        loop = key_bounds(m + offset, last, mask, split, sizes.splits, config)
         rows = QueryTile(q_tile, do_tile, row_lse, row_delta, position)
         dq_tile = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        if SHORT:
-            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, begin, end, mask, scale, True, variant)
+        if config.SHORT:
+            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, loop.begin, loop.end, mask, scale, True, config)
         else:
-            if variant.HAS_LEFT:
-                dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, begin, full_begin, mask, scale, True, variant)
-            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, full_begin, full_end, mask, scale, False, variant)
-            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, full_end, end, mask, scale, True, variant)
+            if config.HAS_LEFT:
+                dq_tile = kv_loop(
+                    dq_tile, rows, k_rows, v_rows, loop.begin, loop.full_begin, mask, scale, True, config
+                )
+            dq_tile = kv_loop(
+                dq_tile, rows, k_rows, v_rows, loop.full_begin, loop.full_end, mask, scale, False, config
+            )
+            dq_tile = kv_loop(dq_tile, rows, k_rows, v_rows, loop.full_end, loop.end, mask, scale, True, config)
         if inverse is not None:
             dq_tile *= tl.load(inverse + first + local, mask=in_range, other=0.0)[:, None]
-        dq_ptr = part_base(dq, batch, q_start + m, head, split, dq_split, dq_strides, variant)
-        store_tile(dq_ptr + tile_offsets(dq_strides, BLOCK_M, BLOCK_D, variant), dq_tile * grad_scale, m, tokens, D)
+        dq_ptr = part_base(dq, batch, q_start + m, head, split, dq_split, dq_strides, config)
+        store_tile(dq_ptr + tile_offsets(dq_strides, BLOCK_M, BLOCK_D, config), dq_tile * grad_scale, m, tokens, D)
     if PDL:
         if tl.program_id(0) == 0:  # one program is enough to hold what is launched next
             gdc_wait()
@@ -408,7 +435,7 @@ def query_kernel(
 
 @triton.jit
 def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
-    """Block number ``program`` of the sum of parts (splits, size), if it has that; the number in the sum after it."""
+    """Store block number ``program`` of the sum of parts (splits, size), if it has that; returns its number in the next sum."""
     blocks = tl.cdiv(size, BLOCK)
     if (program >= 0) & (program < blocks):
         i = program * BLOCK + tl.arange(0, BLOCK)
@@ -430,7 +457,7 @@ def sum_kernel(
     dq_size: tl.int64, dk_size: tl.int64, dv_size: tl.int64,
     dq_splits: tl.int32, dk_splits: tl.int32, dv_splits: tl.int32, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the parts (splits, size) of gradients, always in the same order. What is not in parts is None."""
+    """Sum the parts (splits, size) of gradients, always in the same order. What is not in parts is None."""
     if PDL:
         gdc_wait()
     program = tl.program_id(0).to(tl.int64)

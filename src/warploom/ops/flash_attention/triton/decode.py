@@ -27,11 +27,14 @@ from warploom.device.product import product, terms_of
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.forward import Softmax, softmax_step, store_results
 from warploom.ops.flash_attention.triton.tiles import (
+    ForwardStrides,
+    LseRows,
     Mask,
     Rows,
     Sizes,
     as_factor,
     base_of,
+    element_offsets,
     loop_bounds,
     row_offsets,
     transposed,
@@ -42,14 +45,14 @@ from warploom.ops.flash_attention.triton.tiles import (
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """`Softmax` of no keys."""
+    """Returns the `Softmax` of no keys."""
     acc = tl.zeros((ROWS, FEATURES), dtype=tl.float32)
     return Softmax(acc, tl.zeros((ROWS,), dtype=tl.float32), tl.full((ROWS,), float("-inf"), dtype=tl.float32))
 
 
 @triton.jit
 def join(a, b):
-    """`Softmax` over the keys of both.
+    """Returns the `Softmax` over the keys of both.
 
     Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
     """
@@ -63,7 +66,7 @@ def join(a, b):
 
 @triton.jit
 def load_rows(ptrs, there, F: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile (…, rows, features) of those rows that are ``there``, zeros outside, as a factor of a `product`."""
+    """Returns a tile (…, rows, features) of the rows that are ``there``, zeros outside, as a factor of a `product`."""
     FEATURES: tl.constexpr = ptrs.shape[len(ptrs.shape) - 1]
     mask = tl.expand_dims(there, -1)
     if F != FEATURES:
@@ -75,39 +78,39 @@ def load_rows(ptrs, there, F: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def offsets_of_rows(row, strides, FEATURES: tl.constexpr, variant: tl.constexpr):
-    """Offsets (…, features) of rows by number (…), in as many bits as the number of a row has."""
+def offsets_of_rows(row, strides, FEATURES: tl.constexpr, config: tl.constexpr):
+    """Returns offsets (…, features) of rows by number (…), in as many bits as the number of a row has."""
     stride_row, stride_feature = strides.n, strides.f
     if row.dtype == tl.int32:
         stride_row = stride_row.to(tl.int32)
         stride_feature = stride_feature.to(tl.int32)
     feature = tl.arange(0, FEATURES)
-    if not variant.UNIT:
+    if not config.UNIT:
         feature = feature * stride_feature
-    return tl.expand_dims(row * (stride_row * variant.VEC), -1) + feature
+    return tl.expand_dims(row * (stride_row * config.VEC), -1) + feature
 
 
 @triton.jit
-def load_keys(x, table, pages, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr,
+def load_keys(x, table, pages, n, number, there, keys, F: tl.constexpr, FEATURES: tl.constexpr, config: tl.constexpr,
               STEP: tl.constexpr):  # fmt: skip
-    """The tiles of a step of keys or values from number ``n`` on. A step that lies in one page looks it up once."""
-    VEC: tl.constexpr = variant.VEC
-    if variant.PAGE is None:
+    """Returns the tiles of a step of keys or values from number ``n`` on; one that lies in one page looks it up once."""
+    VEC: tl.constexpr = config.VEC
+    if config.PAGE is None:
         ptrs = x.ptr + n * (x.strides.n * VEC) + x.offsets
-    elif variant.PAGE % STEP == 0:
-        page = within(tl.load(table + n // variant.PAGE).to(tl.int64), pages)
-        ptrs = x.ptr + page * (x.strides.b * VEC) + (n % variant.PAGE) * (x.strides.n * VEC) + x.offsets
+    elif config.PAGE % STEP == 0:
+        page = within(tl.load(table + n // config.PAGE).to(tl.int64), pages)
+        ptrs = x.ptr + page * (x.strides.b * VEC) + (n % config.PAGE) * (x.strides.n * VEC) + x.offsets
     else:
         key = n + number
-        page = within(tl.load(table + key // variant.PAGE, mask=key < keys, other=0).to(tl.int64), pages)
-        offsets = offsets_of_rows((key % variant.PAGE).to(tl.int64), x.strides, FEATURES, variant)
+        page = within(tl.load(table + key // config.PAGE, mask=key < keys, other=0).to(tl.int64), pages)
+        offsets = offsets_of_rows((key % config.PAGE).to(tl.int64), x.strides, FEATURES, config)
         ptrs = x.ptr + tl.expand_dims(page * (x.strides.b * VEC), -1) + offsets
-    return load_rows(ptrs, there, F, variant.PRECISION)
+    return load_rows(ptrs, there, F, config.PRECISION)
 
 
 @triton.jit
 def halves(x):
-    """The first and the last half of the rows (R, …) of one or two axes."""
+    """Returns the first and the last half of the rows (R, …) of one or two axes."""
     if len(x.shape) == 1:
         first, last = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
     else:
@@ -117,10 +120,9 @@ def halves(x):
 
 @triton.jit
 def join_key_tiles(softmax, KEY_TILES: tl.constexpr):
-    """`Softmax` (KEY_TILES · M rows) of all tiles of keys as one (M rows): the first half with the last, and so on."""
+    """Joins the `Softmax` (KEY_TILES · M rows) of all tiles of keys (M rows): the first half with the last, and so on."""
     if KEY_TILES > 1:
-        acc, row_sum, row_max = softmax
-        accs, sums, maxima = halves(acc), halves(row_sum), halves(row_max)
+        accs, sums, maxima = halves(softmax.acc), halves(softmax.row_sum), halves(softmax.row_max)
         joined = join(Softmax(accs[0], sums[0], maxima[0]), Softmax(accs[1], sums[1], maxima[1]))
         softmax = join_key_tiles(joined, KEY_TILES // 2)
     return softmax
@@ -152,7 +154,7 @@ def packed_rows(sequence, cu_seqlens_q, packed):
 
 
 class Target(NamedTuple):
-    """Where rows of a tile go."""
+    """Places of a tile's rows in the results."""
 
     offsets: tl.tensor  # (rows, E), in the output
     mask: tl.tensor  # (rows, E)
@@ -162,8 +164,8 @@ class Target(NamedTuple):
 
 
 @triton.jit
-def target(first_head, r, batch, queries, sizes, strides, variant: tl.constexpr):
-    """`Target` of rows by number ``r`` of the heads from ``first_head`` on; ``queries``: `PackedRows`, or None."""
+def target(first_head, r, batch, queries, sizes, strides, config: tl.constexpr):
+    """Returns the `Target` of rows by number ``r`` of the heads from ``first_head`` on; ``queries``: `PackedRows`, or None."""
     tokens, group = sizes.tokens, sizes.group
     token, head = r // group, first_head + r % group
     in_range = r < tokens * group
@@ -174,10 +176,9 @@ def target(first_head, r, batch, queries, sizes, strides, variant: tl.constexpr)
         tokens = queries.rows
         batch = batch * 0
         batch_size = batch_size * 0 + 1
-    feature = tl.arange(0, variant.BLOCK_E)
-    offsets = row_offsets(batch, token, head, strides, variant.VEC)[:, None]
-    offsets += (feature if variant.UNIT else feature * strides.f)[None, :]
-    mask = in_range[:, None] & (feature < variant.E)[None, :]
+    feature = tl.arange(0, config.BLOCK_E)
+    offsets = element_offsets(batch, token, head, strides, feature, config.VEC, config.UNIT)
+    mask = in_range[:, None] & (feature < config.E)[None, :]
     row = (batch * sizes.heads + head) * tokens + token
     return Target(offsets, mask, row, in_range, tl.cast(batch_size, tl.int64) * sizes.heads * tokens)
 
@@ -191,40 +192,48 @@ def store_chunk(softmax, number, out, out_split, statistics, to, VEC: tl.constex
     tl.store(statistics + (part * 2 + 1) * to.rows + to.row, softmax.row_sum, mask=to.in_range)
 
 
+class Parts(NamedTuple):
+    """The parts of a KV loop, of which a program takes one."""
+
+    count: tl.int32
+    chunks: tl.int32  # of a part; there are ``sizes.splits`` in all
+    out_split: tl.int64  # from a chunk's output to the next
+
+
 @triton.jit
 def decode_kernel(
     q, k, v, out, lse, statistics, sink, seqused_k, block_table, cu_seqlens_q,
-    sizes: Sizes, parts: tl.int32, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
-    q_strides: Strides, k_strides: Strides, v_strides: Strides, out_strides: Strides,
-    variant: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
+    sizes: Sizes, parts: Parts, packed: FewQueries, strides: ForwardStrides,
+    config: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one head of keys, over one of ``parts`` of its KV loop, of so many ``chunks`` of ``sizes.splits``.
+    """Attend with one tile of rows to the keys of one head, over one part of its KV loop.
 
     Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each
     chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
-    ``variant`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
+    ``config`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
 
     With ``cu_seqlens_q``, queries are packed: a batch entry is a sequence of ``sizes.tokens`` queries at most, which
     are where its bounds say, and chunks of them are left as those of a batch.
     """
     if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
-    BLOCK_M: tl.constexpr = variant.BLOCK_M
-    BLOCK_N: tl.constexpr = variant.BLOCK_N
-    BLOCK_D: tl.constexpr = variant.BLOCK_D
-    BLOCK_E: tl.constexpr = variant.BLOCK_E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    BLOCK_D: tl.constexpr = config.BLOCK_D
+    BLOCK_E: tl.constexpr = config.BLOCK_E
     ROWS: tl.constexpr = KEY_TILES * BLOCK_M
     STEP: tl.constexpr = KEY_TILES * BLOCK_N
-    VEC: tl.constexpr = variant.VEC
-    PRECISION: tl.constexpr = variant.PRECISION
+    VEC: tl.constexpr = config.VEC
+    PRECISION: tl.constexpr = config.PRECISION
     heads, group, tokens = sizes.heads, sizes.group, sizes.tokens
+    chunks, out_split = parts.chunks, parts.out_split
     # Programs that run together read keys that lie together.
     key_heads = heads // group
     block = tl.program_id(0) % sizes.blocks
     place = tl.program_id(0) // sizes.blocks
     key_head = place % key_heads
-    part = place // key_heads % parts
-    batch = (place // key_heads // parts).to(tl.int64)
+    part = place // key_heads % parts.count
+    batch = (place // key_heads // parts.count).to(tl.int64)
 
     queries = None
     if cu_seqlens_q is not None:
@@ -237,38 +246,37 @@ def decode_kernel(
     offset = keys - tokens  # the last query stands at the last key
     first = block * BLOCK_M // group + offset
     last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // group, tokens - 1) + offset
-    begin, _, _, end = loop_bounds(
-        first, last, sizes.left, sizes.right, keys, 0, 1, variant.HAS_LEFT, variant.HAS_RIGHT, STEP
-    )
+    loop = loop_bounds(first, last, sizes.left, sizes.right, keys, 0, 1, config.HAS_LEFT, config.HAS_RIGHT, STEP)
+    begin, end = loop.begin, loop.end
     span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits) * STEP
     start = tl.minimum(begin + part * chunks * span, end)
     stop = tl.minimum(start + chunks * span, end)
     if queries is not None:
         stop = tl.where(tokens > 0, stop, start)
-    lowest = first - sizes.left if variant.HAS_LEFT else begin  # that any row sees
+    lowest = first - sizes.left if config.HAS_LEFT else begin  # that any row sees
 
     feature = tl.arange(0, BLOCK_D)
     token = r // group
     if queries is not None:
         token += queries.start
-    q_ptrs = q + row_offsets(batch, token, q_head + r % group, q_strides, VEC)[:, None]
-    q_ptrs += (feature if variant.UNIT else feature * q_strides.f)[None, :]
-    q_tile = load_rows(q_ptrs, r < tokens * group, variant.D, PRECISION)
+    q_ptrs = q + row_offsets(batch, token, q_head + r % group, strides.q, VEC)[:, None]
+    q_ptrs += (feature if config.UNIT else feature * strides.q.f)[None, :]
+    q_tile = load_rows(q_ptrs, r < tokens * group, config.D, PRECISION)
     if KEY_TILES > 1:
         q_tile = tl.broadcast_to(q_tile[None, :, :], (KEY_TILES, BLOCK_M, BLOCK_D))
     table = None
     kv_batch = batch
-    if variant.PAGE is not None:
-        table = block_table + batch * (sizes.keys // variant.PAGE)
+    if config.PAGE is not None:
+        table = block_table + batch * (sizes.keys // config.PAGE)
         kv_batch = batch * 0
     number = tl.arange(0, BLOCK_N)  # of the keys of a step
     if KEY_TILES > 1:
         number = (tl.arange(0, KEY_TILES) * BLOCK_N)[:, None] + number[None, :]
-    place = number.to(tl.int64) if variant.WIDE else number
-    k_ptr = base_of(k, kv_batch, begin * 0, key_head, k_strides, VEC)
-    v_ptr = base_of(v, kv_batch, begin * 0, key_head, v_strides, VEC)
-    k_rows = Rows(k_ptr, offsets_of_rows(place, k_strides, BLOCK_D, variant), k_strides, 0)
-    v_rows = Rows(v_ptr, offsets_of_rows(place, v_strides, BLOCK_E, variant), v_strides, 0)
+    place = number.to(tl.int64) if config.WIDE else number
+    k_ptr = base_of(k, kv_batch, begin * 0, key_head, strides.k, VEC)
+    v_ptr = base_of(v, kv_batch, begin * 0, key_head, strides.v, VEC)
+    k_rows = Rows(k_ptr, offsets_of_rows(place, strides.k, BLOCK_D, config), strides.k, 0)
+    v_rows = Rows(v_ptr, offsets_of_rows(place, strides.v, BLOCK_E, config), strides.v, 0)
 
     # The rows of all tiles of keys; they, and the end of the keys, are counted from the first key of their tile.
     row = block * BLOCK_M + tl.arange(0, ROWS) % BLOCK_M
@@ -283,7 +291,7 @@ def decode_kernel(
         key = n + number
         there = (key >= lowest) & (key < end)
         k_tile = load_keys(
-            k_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.D, BLOCK_D, variant, STEP
+            k_rows, table, sizes.cu_k_stride, n, number, there, keys, config.D, BLOCK_D, config, STEP
         )
         if KEY_TILES > 1:
             logits = tl.zeros((KEY_TILES, BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -292,9 +300,9 @@ def decode_kernel(
         else:
             logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
-        weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, variant)
+        weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, config)
         v_tile = load_keys(
-            v_rows, table, sizes.cu_k_stride, n, number, there, keys, variant.E, BLOCK_E, variant, STEP
+            v_rows, table, sizes.cu_k_stride, n, number, there, keys, config.E, BLOCK_E, config, STEP
         )
         factor = as_factor(weights, v.dtype.element_ty, PRECISION)
         if KEY_TILES > 1:
@@ -308,7 +316,7 @@ def decode_kernel(
                 joined = join_key_tiles(softmax, KEY_TILES)
                 if lse is None:
                     # Addresses hang on a number that the compiler cannot know: made before the loop, they would spill.
-                    to = target(q_head, (chunk >> 30) + r, batch, None, sizes, out_strides, variant)
+                    to = target(q_head, (chunk >> 30) + r, batch, None, sizes, strides.out, config)
                     store_chunk(joined, chunk, out, out_split, statistics, to, VEC)
                 else:
                     whole = join(whole, joined)
@@ -316,9 +324,9 @@ def decode_kernel(
                 chunk += 1
                 chunk_stop += span
     if lse is None:  # chunks are left as those of a batch
-        to = target(q_head, r, batch, None, sizes, out_strides, variant)
+        to = target(q_head, r, batch, None, sizes, strides.out, config)
     else:
-        to = target(q_head, r, batch, queries, sizes, out_strides, variant)
+        to = target(q_head, r, batch, queries, sizes, strides.out, config)
     if lse is not None:
         store_results(
             whole, sink, q_head + r % group, out, to.offsets, to.mask, lse, statistics, to.row, to.in_range, to.rows
@@ -333,33 +341,33 @@ def decode_kernel(
 @triton.jit
 def combine_chunks_kernel(
     part, part_statistics, out, lse, statistics, sink, cu_seqlens_q,
-    rows: tl.int64, tokens: tl.int32, heads: tl.int32, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
-    part_strides: Strides, out_strides: Strides,
-    VEC: tl.constexpr, UNIT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    lse_rows: LseRows, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
+    part_strides: Strides, out_strides: Strides, tiles: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row of what `forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
+    """Write a row of what `forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
 
-    A row is a (batch entry, head, token), tokens fastest, as in ``lse``. Parts are in float32, with the strides of
-    ``out``. Those of packed queries have ``part_strides``, and rows of sequences with fewer or more are left alone.
+    Parts are in float32, with the strides of ``out``. Those of packed queries have ``part_strides``, and rows of
+    sequences with fewer or more are left alone.
     """
+    VEC: tl.constexpr = tiles.VEC
+    UNIT: tl.constexpr = tiles.UNIT
+    BLOCK_E: tl.constexpr = tiles.BLOCK_F
+    rows, tokens, heads = lse_rows.count, lse_rows.tokens, lse_rows.heads
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     in_range = row < rows
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
-    mask = (feature < E)[None, :]
+    mask = (feature < tiles.F)[None, :]
     place, entry, out_row, out_rows = token, batch, row, rows
     if cu_seqlens_q is not None:
         queries = packed_rows(batch, cu_seqlens_q, packed)
         in_range = in_range & (token < queries.tokens)
         place, entry = queries.start + token, batch * 0
         out_row, out_rows = head * queries.rows + place, tl.cast(queries.rows, tl.int64) * heads
-    offsets = row_offsets(entry, place, head, out_strides, VEC)[:, None]
-    offsets += (feature if UNIT else feature * out_strides.f)[None, :]
+    offsets = element_offsets(entry, place, head, out_strides, feature, VEC, UNIT)
     part_offsets = offsets
     if part_strides is not None:
-        part_offsets = row_offsets(batch, token, head, part_strides, VEC)[:, None]
-        part_offsets += (feature if UNIT else feature * part_strides.f)[None, :]
+        part_offsets = element_offsets(batch, token, head, part_strides, feature, VEC, UNIT)
     # With PDL twice: on nothing while the other launch still runs, so that the code is in a cache when that ends.
     for again in range(0 if PDL else 1, tl.minimum(chunks, 2)):
         some = chunks * again

@@ -28,8 +28,8 @@ from warploom.ops.flash_attention.triton.config import (
     is_small,
     is_tiny,
 )
-from warploom.ops.flash_attention.triton.terms import terms_kernel
-from warploom.ops.flash_attention.triton.tiles import Sizes, Variant
+from warploom.ops.flash_attention.triton.terms import TermsSizes, TermsTiles, terms_kernel
+from warploom.ops.flash_attention.triton.tiles import BackwardStrides, LseRows, Sizes, TritonConfig
 from warploom.runtime.launch import Buffer, Launch, architecture, multiprocessors
 from warploom.runtime.layout import Layout
 
@@ -180,14 +180,19 @@ def arguments_of(
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         pages if cu_k is None else cu_k.stride(0), *bounds(shape, mask), scale, shape.batch_size,
     )  # fmt: skip
-    variant = Variant(
+    config = TritonConfig(
         mask.left is not None, mask.right is not None, call.scale < 0, layout.vec, layout.unit, layout.wide,
         shape.head_dim, shape.value_dim, product, tiles.block_m, tiles.block_n, shape.block_d, shape.block_e,
-        cap, None if mask.block_table is None else shape.keys // mask.block_table.shape[1],
+        grid.short, cap, None if mask.block_table is None else shape.keys // mask.block_table.shape[1],
         few if mask.on_cache else None,
     )  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return {"sizes": sizes, "variant": variant, **options}
+    return {"sizes": sizes, "config": config, **options}
+
+
+def lse_rows(shape: Shape) -> LseRows:
+    """Returns the rows of a call's results, as kernels count them."""
+    return LseRows(shape.batch_size * shape.heads * shape.tokens, shape.tokens, shape.heads)
 
 
 class Terms(NamedTuple):
@@ -214,18 +219,17 @@ def plan_terms(
     tensors = {"q": q, "k": k, "v": v, "grad": grad}
     given = [x for x in tensors.values() if x is not None]
     block_r = max(2048 // shape.width, 1)
-    strides: dict[str, Any] = {
-        f"{name}_strides": Strides(*((0,) * 4 if x is None else x.stride())) for name, x in tensors.items()
-    }
+    strides = (Strides(*((0,) * 4 if x is None else x.stride())) for x in tensors.values())
     launch = Launch(
         terms_kernel,
         sum(-(-x.numel() // (x.shape[-1] * block_r)) for x in given),
         takes=(*tensors, *(f"{name}_terms" for name in tensors)),
         pdl=pdl,
-        tokens=shape.tokens, keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
-        batch_size=shape.batch_size, D=shape.head_dim, E=shape.value_dim, TERMS=TERMS[product], BLOCK_R=block_r,
-        BLOCK_D=shape.block_d, BLOCK_E=shape.block_e, PDL=pdl, **strides,
-    )  # fmt: skip
+        sizes=TermsSizes(shape.tokens, shape.keys, shape.heads, shape.key_heads, shape.batch_size),
+        strides=BackwardStrides(*strides),
+        tiles=TermsTiles(shape.head_dim, shape.value_dim, TERMS[product], block_r, shape.block_d, shape.block_e),
+        PDL=pdl,
+    )
     return Terms(
         launch,
         tuple(

@@ -20,8 +20,9 @@ from warploom.ops.flash_attention.triton.config import (
     Configuration,
     decode_tiles,
 )
-from warploom.ops.flash_attention.triton.decode import FewQueries, combine_chunks_kernel, decode_kernel
+from warploom.ops.flash_attention.triton.decode import FewQueries, Parts, combine_chunks_kernel, decode_kernel
 from warploom.ops.flash_attention.triton.launch import Grid
+from warploom.ops.flash_attention.triton.tiles import ForwardStrides, LseRows, RowTiles
 from warploom.runtime.launch import Launch, architecture
 from warploom.runtime.layout import layout_for
 
@@ -122,16 +123,14 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         loops * -(-chunks // taken),
         takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table", "cu_seqlens_q"),
         packed=packed,
-        parts=-(-chunks // taken),
-        chunks=taken,
-        out_split=0 if whole else parts_like.numel() // layout.vec,  # from one part to the next
+        parts=Parts(-(-chunks // taken), taken, 0 if whole else parts_like.numel() // layout.vec),
+        strides=ForwardStrides(*layout.strides),
         KEY_TILES=tiles.key_tiles,
         ONE_CHUNK=taken == 1 < chunks,
         PDL=pdl,
         **tiling.arguments_of(
             call, grid, layout, tiling.product_of("forward", call, precision), shape.group, pages
         ),
-        **layout.of("q", "k", "v", "out"),
     )
     if whole:
         return SplitPlan(launch, None, 1, shape)
@@ -144,8 +143,12 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         packed=packed,
         part_strides=None if packed is None else to.strides[1],
         out_strides=to.strides[0],
-        rows=results, tokens=shape.tokens, heads=shape.heads, chunks=chunks, out_split=parts_like.numel() // to.vec,
-        VEC=to.vec, UNIT=to.unit, E=shape.value_dim, BLOCK_E=shape.block_e,
-        AHEAD=DECODE_AHEAD, PDL=pdl, num_warps=1,
-    )  # fmt: skip
+        lse_rows=LseRows(results, shape.tokens, shape.heads),
+        chunks=chunks,
+        out_split=parts_like.numel() // to.vec,
+        tiles=RowTiles(to.vec, to.unit, shape.value_dim, 1, shape.block_e),
+        AHEAD=DECODE_AHEAD,
+        PDL=pdl,
+        num_warps=1,
+    )
     return SplitPlan(launch, combine, chunks, shape)

@@ -14,7 +14,8 @@ from warploom.ops.flash_attention.problem import (
     programs_at_once,
 )
 from warploom.ops.flash_attention.triton.config import SMALL_BACKWARD
-from warploom.ops.flash_attention.triton.small import ROWS, SmallSizes, backward_small_kernel
+from warploom.ops.flash_attention.triton.small import ROWS, SmallSizes, SmallTiles, backward_small_kernel
+from warploom.ops.flash_attention.triton.tiles import BackwardStrides
 from warploom.runtime.launch import Launch, architecture, has_pdl
 from warploom.runtime.layout import layout_for
 
@@ -64,7 +65,10 @@ def plan_backward(shape: Shape, mask: MaskSpec, scale: float, *tensors: Tensor) 
             key_blocks=key_blocks, right=bounds(shape, mask)[1], scale=in_powers_of_two(scale), grad_scale=scale,
             batch_size=shape.batch_size,
         ),
-        CAUSAL=mask.right is not None, VEC=layout.vec, D=shape.head_dim, WARPS=tiles.warps, BLOCK=tiles.block,
+        strides=BackwardStrides(*layout.strides[:4]),
+        dq_strides=layout.strides[4],
+        dk_strides=layout.strides[5],
+        dv_strides=layout.strides[6],
+        tiles=SmallTiles(mask.right is not None, layout.vec, shape.head_dim, tiles.warps, tiles.block),
         PDL=pdl,
-        **layout.of("q", "k", "v", "grad", "dq", "dk", "dv"),
     )  # fmt: skip

@@ -33,13 +33,13 @@ class Sizes(NamedTuple):
     sequences: tl.int32  # packed ones
     cu_q_stride: tl.int64
     cu_k_stride: tl.int64  # of packed keys; how many pages there are, where keys lie in pages
-    left: tl.int32  # a query sees so many keys before its place, as `Variant` says
+    left: tl.int32  # a query sees so many keys before its place, as `TritonConfig` says
     right: tl.int32  # and so many behind it
     scale: tl.float32
     batch_size: tl.int32
 
 
-class Variant(NamedTuple):
+class TritonConfig(NamedTuple):
     """Compile-time choices of a kernel."""
 
     HAS_LEFT: tl.constexpr
@@ -55,13 +55,14 @@ class Variant(NamedTuple):
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     BLOCK_E: tl.constexpr
+    SHORT: tl.constexpr  # whether one loop with masks takes all its keys or queries
     SOFTCAP: tl.constexpr = None  # in powers of two
     PAGE: tl.constexpr = None  # keys of a page, where they lie in pages
     FEW: tl.constexpr = None  # of packed queries on a cache, those of a sequence that `decode` takes, at most
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees, as `Variant` says."""
+    """Which keys a query sees, as `TritonConfig` says."""
 
     keys: tl.int32
     left: tl.int32
@@ -70,8 +71,26 @@ class Mask(NamedTuple):
     pages: tl.int64 | None = None  # how many there are
 
 
+class ForwardStrides(NamedTuple):
+    """Strides of the tensors of a forward."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+
+
+class BackwardStrides(NamedTuple):
+    """Strides of the tensors that a backward reads."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    grad: Strides
+
+
 class Rows(NamedTuple):
-    """Where the tiles of one head of a tensor lie."""
+    """Tiles of one head of a tensor."""
 
     ptr: tl.tensor  # of row 0, feature 0
     offsets: tl.tensor  # (rows, features) within a tile
@@ -79,9 +98,27 @@ class Rows(NamedTuple):
     term: tl.int64  # from a term to the next
 
 
+class LseRows(NamedTuple):
+    """Rows of tensors (B, N, H, F), each a (batch entry, head, token) with tokens fastest, as in ``lse``."""
+
+    count: tl.int64
+    tokens: tl.int32
+    heads: tl.int32
+
+
+class RowTiles(NamedTuple):
+    """Compile-time choices of a kernel on `LseRows`: tiles (BLOCK_R, BLOCK_F)."""
+
+    VEC: tl.constexpr  # as in `TritonConfig`
+    UNIT: tl.constexpr
+    F: tl.constexpr
+    BLOCK_R: tl.constexpr
+    BLOCK_F: tl.constexpr
+
+
 @triton.jit
 def program_order(blocks, heads, section):
-    """Block and head of this program, from its number without the split.
+    """Returns block and head of this program, from its number without the split.
 
     Programs that run at the same time should read the same keys and start with the longest loop. So the heads are
     taken in sections whose keys and values fit in the L2 cache together, and within a section all heads do their
@@ -94,13 +131,20 @@ def program_order(blocks, heads, section):
     return place // width, first + place % width
 
 
+class TileBounds(NamedTuple):
+    """A tile in its sequence, and the sequence that it attends to or that attends to it."""
+
+    first: tl.int32  # row of the tile, in its sequence
+    start: tl.int32  # of the sequence
+    length: tl.int32
+    other_start: tl.int32
+    other_length: tl.int32
+
+
 @triton.jit
 def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length, other_length, sequences,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """First item of a tile, start and length of its sequence, and the same of the sequence it attends to.
-
-    Rows behind the last sequence attend to nothing.
-    """
+    """Returns the `TileBounds` of a tile. Rows behind the last sequence attend to nothing."""
     start = tile * 0
     other_start = start
     if cu_tile is not None:
@@ -108,11 +152,11 @@ def tile_bounds(tile, cu_tile, cu_tile_stride, cu_other, cu_other_stride, length
         start, length = sequence_or_tail(sequence, cu_tile, cu_tile_stride, sequences, length)
         other_start, other_length = sequence_or_tail(sequence, cu_other, cu_other_stride, sequences, other_length)
         other_length = tl.where(sequence == sequences, 0, other_length)
-    return tile * BLOCK, start, length, other_start, other_length
+    return TileBounds(tile * BLOCK, start, length, other_start, other_length)
 
 
 class Place(NamedTuple):
-    """Where a program of a kernel that owns queries is."""
+    """The tile and the part of its KV loop that a program of a kernel that owns queries takes."""
 
     split: tl.int32  # of the KV loop
     row: tl.int32  # batch entry times heads, and head
@@ -120,38 +164,39 @@ class Place(NamedTuple):
     kv_batch: tl.int32  # of keys, and of pages and lengths
     head: tl.int32
     m: tl.int32  # first query of the tile, in its sequence
-    q_start: tl.int32  # of the sequence, as is `k_start`
+    q_start: tl.int32  # first query of the sequence
     tokens: tl.int32  # of the sequence
-    k_start: tl.int32
-    keys: tl.int32
+    k_start: tl.int32  # first key of the sequence
+    keys: tl.int32  # of the sequence
 
 
 @triton.jit
-def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, variant: tl.constexpr):
-    """The `Place` of this program."""
+def query_place(cu_seqlens_q, cu_seqlens_k, seqused_k, sizes, config: tl.constexpr):
+    """Returns the `Place` of this program."""
     block, row = program_order(sizes.blocks * sizes.splits, sizes.batch_size * sizes.heads, sizes.section)
     split = block % sizes.splits
     block = block // sizes.splits
-    if variant.HAS_RIGHT:  # the last queries see the most keys
+    if config.HAS_RIGHT:  # the last queries see the most keys
         block = sizes.blocks - 1 - block
     batch, head = row // sizes.heads, row % sizes.heads
-    if variant.FEW is None:
-        m, q_start, tokens, k_start, keys = tile_bounds(
+    if config.FEW is None:
+        bounds = tile_bounds(
             block, cu_seqlens_q, sizes.cu_q_stride, cu_seqlens_k, sizes.cu_k_stride, sizes.tokens, sizes.keys,
-            sizes.sequences, variant.BLOCK_M,
+            sizes.sequences, config.BLOCK_M,
         )  # fmt: skip
+        m, q_start, tokens, k_start = bounds.first, bounds.start, bounds.length, bounds.other_start
         kv_batch = batch
-        keys = used_keys(seqused_k, batch, keys)
+        keys = used_keys(seqused_k, batch, bounds.other_length)
     else:  # of each sequence an entry of a cache has the keys
         sequence, tile = sequence_of_tile(
-            block, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences + 1, variant.BLOCK_M
+            block, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences + 1, config.BLOCK_M
         )
         q_start, tokens = sequence_or_tail(sequence, cu_seqlens_q, sizes.cu_q_stride, sizes.sequences, sizes.tokens)
         is_tail = sequence >= sizes.sequences
-        tokens = tl.where((tokens <= variant.FEW) & (sequence < sizes.sequences), 0, tokens)
+        tokens = tl.where((tokens <= config.FEW) & (sequence < sizes.sequences), 0, tokens)
         kv_batch = tl.minimum(sequence, sizes.sequences - 1)
         keys = tl.where(is_tail, 0, used_keys(seqused_k, kv_batch, sizes.keys))
-        m = tile * variant.BLOCK_M
+        m = tile * config.BLOCK_M
         k_start = m * 0
     return Place(split, row, batch, kv_batch, head, m, q_start, tokens, k_start, keys)
 
@@ -166,26 +211,26 @@ def used_keys(seqused_k, batch, keys):
 
 @triton.jit
 def within(page, pages):
-    """The number of a page, or whatever stands for it, as one of those that there are."""
+    """Returns the number of a page, moved to the nearest of those that there are: any number may stand in a table."""
     return tl.minimum(tl.maximum(page, 0), pages - 1)
 
 
 @triton.jit
-def kv_rows(x, mask, n, VEC: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
-    """Where a tile of keys or values from number ``n`` on lies, and the tile as `Rows`.
+def kv_rows(x, mask, n, VEC: tl.constexpr, FEATURES: tl.constexpr, config: tl.constexpr):
+    """Returns the address of the tile of keys or values from number ``n`` on, and the tile as `Rows`.
 
     With pages, the mask's table points at those of a batch entry, and ``x.ptr`` at the first of all pages.
     """
-    if variant.PAGE is None:
+    if config.PAGE is None:
         ptr = x.ptr + n * (x.strides.n * VEC)
     else:
-        key = n + tl.arange(0, variant.BLOCK_N)
-        page = tl.load(mask.table + key // variant.PAGE, mask=key < mask.keys, other=0).to(tl.int64)
-        row = within(page, mask.pages) * (x.strides.b * VEC) + (key % variant.PAGE).to(tl.int64) * (
+        key = n + tl.arange(0, config.BLOCK_N)
+        page = tl.load(mask.table + key // config.PAGE, mask=key < mask.keys, other=0).to(tl.int64)
+        row = within(page, mask.pages) * (x.strides.b * VEC) + (key % config.PAGE).to(tl.int64) * (
             x.strides.n * VEC
         )
         feature = tl.arange(0, FEATURES)
-        if not variant.UNIT:
+        if not config.UNIT:
             feature = feature * x.strides.f
         ptr = x.ptr
         x = Rows(ptr, row[:, None] + feature[None, :], x.strides, x.term)
@@ -193,24 +238,33 @@ def kv_rows(x, mask, n, VEC: tl.constexpr, FEATURES: tl.constexpr, variant: tl.c
 
 
 @triton.jit
-def capped(logits, scale, variant: tl.constexpr):
-    """Logits, capped where there is a cap, and their scale: ``2^(logits · scale)`` is a weight."""
-    if variant.NEGATIVE:
+def capped(logits, scale, config: tl.constexpr):
+    """Returns logits, capped where there is a cap, and their scale: ``2^(logits · scale)`` is a weight."""
+    if config.NEGATIVE:
         logits = -logits
-    if variant.SOFTCAP is not None:
+    if config.SOFTCAP is not None:
         logits = tanh(logits * scale)
-        scale = variant.SOFTCAP
+        scale = config.SOFTCAP
     return logits, scale
+
+
+class LoopBounds(NamedTuple):
+    """A loop in three parts: with a mask, without one, and with one again."""
+
+    begin: tl.int32
+    full_begin: tl.int32
+    full_end: tl.int32
+    end: tl.int32
 
 
 @triton.jit
 def loop_bounds(first, last, low, high, length, split, splits,
                 HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Where a loop begins, where its mask ends and begins again, and where it ends.
+    """Returns the `LoopBounds` of one of ``splits`` of a loop, each of whole blocks.
 
     Items ``first … last`` see the others ``x`` with ``item − low ≤ x ≤ item + high`` and ``0 ≤ x < length``. From
-    the second bound to the third, every item sees every ``x``. All bounds but the last are multiples of ``BLOCK``
-    (or equal to it). This is one of ``splits`` of the loop, of whole blocks.
+    ``full_begin`` to ``full_end`` every item sees every ``x``. All bounds but ``end`` are multiples of ``BLOCK``, or
+    equal to ``end``.
     """
     begin = length * 0
     full_begin = begin
@@ -228,39 +282,39 @@ def loop_bounds(first, last, low, high, length, split, splits,
     end = tl.maximum(tl.minimum(end, begin + span), begin)
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-    return begin, full_begin, full_end, end
+    return LoopBounds(begin, full_begin, full_end, end)
 
 
 @triton.jit
-def key_bounds(first, last, mask, split, splits, variant: tl.constexpr):
-    """`loop_bounds` of the KV loop of queries at ``first … last``."""
+def key_bounds(first, last, mask, split, splits, config: tl.constexpr):
+    """Returns the `LoopBounds` of the KV loop of queries at ``first … last``."""
     return loop_bounds(
-        first, last, mask.left, mask.right, mask.keys, split, splits, variant.HAS_LEFT, variant.HAS_RIGHT,
-        variant.BLOCK_N,
+        first, last, mask.left, mask.right, mask.keys, split, splits, config.HAS_LEFT, config.HAS_RIGHT,
+        config.BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
-def visible(query, key, mask, variant: tl.constexpr):
-    """Which keys are there and seen by which queries, whose positions are those of the keys they stand at."""
+def visible(query, key, mask, config: tl.constexpr):
+    """Returns a mask of the keys that there are and that queries see; a query's position is that of the key it stands at."""
     seen = key < mask.keys
-    if variant.HAS_LEFT:
+    if config.HAS_LEFT:
         seen = seen & (key >= query - mask.left)
-    if variant.HAS_RIGHT:
+    if config.HAS_RIGHT:
         seen = seen & (key <= query + mask.right)
     return seen
 
 
 @triton.jit
-def tile_offsets(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, variant: tl.constexpr):
-    """Offsets (ROWS, FEATURES) within a tile."""
-    return offsets_of(strides, ROWS, FEATURES, variant.VEC, variant.UNIT, variant.WIDE)
+def tile_offsets(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, config: tl.constexpr):
+    """Returns offsets (ROWS, FEATURES) within a tile."""
+    return offsets_of(strides, ROWS, FEATURES, config.VEC, config.UNIT, config.WIDE)
 
 
 @triton.jit
 def offsets_of(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
-    """Offsets (ROWS, FEATURES) within a tile, in 64 bits if ``WIDE``: 32 bits save registers where they suffice."""
+    """Returns offsets (ROWS, FEATURES) within a tile, in 64 bits if ``WIDE``: 32 bits take fewer registers."""
     stride_row, stride_feature = strides.n, strides.f
     row = tl.arange(0, ROWS)
     feature = tl.arange(0, FEATURES)
@@ -276,7 +330,7 @@ def offsets_of(strides, ROWS: tl.constexpr, FEATURES: tl.constexpr, VEC: tl.cons
 
 @triton.jit
 def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
-    """A tile whose first row is number ``row`` of ``rows``; zeros outside. Unless ``MASKED``, all rows are there."""
+    """Returns the tile from row number ``row`` of ``rows`` on, with zeros outside. Unless ``MASKED``, all rows are there."""
     ROWS: tl.constexpr = pointers.shape[0]
     FEATURES: tl.constexpr = pointers.shape[1]
     there = (row + tl.arange(0, ROWS) < rows)[:, None]
@@ -294,7 +348,7 @@ def load_tile(pointers, row, rows, F: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_factor(ptr, x, row, rows, F: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """The tile at ``ptr`` of `Rows` as a factor of a `product`: as one tile, or in bf16 terms made before or here."""
+    """Returns the tile at ``ptr`` of `Rows` as a factor of a `product`: one tile, or bf16 terms made before or here."""
     if PRECISION == "3-term" or PRECISION == "2-term":
         factor = ()
         for i in tl.static_range(2 if PRECISION == "2-term" else 3):
@@ -308,7 +362,7 @@ def load_factor(ptr, x, row, rows, F: tl.constexpr, MASKED: tl.constexpr, PRECIS
 
 @triton.jit
 def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """A float32 tile as a factor of a `product` with one in ``dtype``."""
+    """Returns a float32 tile as a factor of a `product` with one in ``dtype``."""
     if PRECISION == "3-term" or PRECISION == "3-term here":
         factor = terms_of(tile, 3)
     elif PRECISION == "2-term":
@@ -322,7 +376,7 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def transposed(factor, PRECISION: tl.constexpr):
-    """A factor of a `product`, transposed."""
+    """Returns a factor of a `product`, transposed."""
     if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
         terms = ()
         for i in tl.static_range(len(factor)):
@@ -335,7 +389,7 @@ def transposed(factor, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_tile(pointers, tile, row, rows, F: tl.constexpr):
-    """The inverse of `load_tile`; rounds to the dtype of memory."""
+    """Store the rows of a tile that are there, the first of them number ``row`` of ``rows``, in the dtype of memory."""
     ROWS: tl.constexpr = pointers.shape[0]
     FEATURES: tl.constexpr = pointers.shape[1]
     mask = (row + tl.arange(0, ROWS) < rows)[:, None]
@@ -346,24 +400,32 @@ def store_tile(pointers, tile, row, rows, F: tl.constexpr):
 
 @triton.jit
 def base_of(x, batch, row, head, strides, VEC: tl.constexpr):
-    """Address of feature 0 of a row, in 64 bits."""
+    """Returns the address of feature 0 of a row, in 64 bits."""
     return x + batch.to(tl.int64) * (strides.b * VEC) + row.to(tl.int64) * (strides.n * VEC) \
         + head.to(tl.int64) * (strides.h * VEC)  # fmt: skip
 
 
 @triton.jit
 def term_stride(sizes, length, heads, F: tl.constexpr, group=1):
-    """From a term to the next of a tensor (B, length, heads // group, F)."""
+    """Returns the distance from a term to the next of a tensor (B, length, heads // group, F)."""
     return tl.cast(sizes.batch_size, tl.int64) * length * (heads // group) * F
 
 
 @triton.jit
-def part_base(x, batch, row, head, split, split_stride, strides, variant: tl.constexpr):
-    """`base_of` a row of a result or, if it is split, of one of its parts."""
-    return base_of(x, batch, row, head, strides, variant.VEC) + split * (split_stride * variant.VEC)
+def part_base(x, batch, row, head, split, split_stride, strides, config: tl.constexpr):
+    """Returns the address of feature 0 of a row of a result or, if it is split, of one of its parts."""
+    return base_of(x, batch, row, head, strides, config.VEC) + split * (split_stride * config.VEC)
 
 
 @triton.jit
 def row_offsets(batch, token, head, strides, VEC: tl.constexpr):
-    """Offsets (R,) of rows, each of any batch entry, head and token."""
+    """Returns offsets (R,) of rows, each of any batch entry, head and token."""
     return batch * (strides.b * VEC) + token * (strides.n * VEC) + head * (strides.h * VEC)
+
+
+@triton.jit
+def element_offsets(batch, token, head, strides, feature, VEC: tl.constexpr, UNIT: tl.constexpr):
+    """Returns offsets (R, F) of the features (F,) of rows."""
+    return (
+        row_offsets(batch, token, head, strides, VEC)[:, None] + (feature if UNIT else feature * strides.f)[None, :]
+    )
