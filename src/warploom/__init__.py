@@ -20,7 +20,7 @@ from warploom.version import __version__
 
 
 def _is_command_line() -> bool:
-    """True if this process is the command ``warploom``, whose ``--help`` does not import PyTorch."""
+    """Returns True if this process is the command ``warploom``, whose ``--help`` does not import PyTorch."""
     return Path(sys.argv[0]).stem == "warploom" or sys.orig_argv[1:3] == ["-m", "warploom"]
 
 

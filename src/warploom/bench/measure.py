@@ -25,7 +25,7 @@ MIN_ROUNDS, MAX_ROUNDS = 15, 200
 CASE_MS = 20_000.0
 """Milliseconds that all calls of a case may take together."""
 BRIEF_CASE_MS = 300.0
-"""The same in the suite ``quick``, whose slow calls have fewer rounds."""
+"""Milliseconds that all calls of a case may take in the suite ``quick``, whose slow calls have fewer rounds."""
 HOST_SHARE = 1 / 100
 """The part of a case's time that each call may take to find its host time."""
 FLOOR_ROUNDS = 3

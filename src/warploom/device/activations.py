@@ -14,7 +14,7 @@ LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
 
 @triton.jit
 def widen(x):
-    """``x`` in float32, with one instruction for each of two bfloat16 in a register; a conversion takes two for the upper."""
+    """Returns ``x`` in float32, by one instruction for each of two bfloat16 in a register: a conversion takes two."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         y = x.to(tl.float32)
     else:
@@ -27,7 +27,7 @@ def widen(x):
 
 @triton.jit
 def power_of_two(x):
-    """2ˣ to 2 units in the last place; zero where the result would be denormal."""
+    """Returns 2ˣ to 2 units in the last place; zero where the result would be denormal."""
     if INTERPRETED:  # the interpreter knows no PTX
         y = tl.exp2(x)
     else:
@@ -39,7 +39,7 @@ def power_of_two(x):
 
 @triton.jit
 def exponential_float32(x):
-    """eˣ to about 1 unit in the last place, where `exponential` is not enough: for results in float32.
+    """Returns eˣ to about 1 unit in the last place, where `exponential` is not enough: for results in float32.
 
     The special function unit is 2 units off, and rounding x · log₂e costs one for each unit of its size. Here the
     exponent is kept in two parts, and 2 to the power of its fraction is a polynomial.
@@ -62,13 +62,13 @@ def exponential_float32(x):
 
 @triton.jit
 def exponential(x):
-    """eˣ to 2 units in the last place of the result and one of ``x``; zero where the result would be denormal."""
+    """Returns eˣ to 2 units in the last place of the result and one of ``x``; zero where it would be denormal."""
     return power_of_two(x * LOG2_E)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to 1 unit in the last place; zero for an infinite or very large x."""
+    """Returns 1 / x to 1 unit in the last place; zero for an infinite or very large x."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -80,13 +80,13 @@ def reciprocal(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e⁻ˣ)."""
+    """Returns 1 / (1 + e⁻ˣ)."""
     return reciprocal(1.0 + exponential(-x))
 
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, to about 3 units in the last place."""
+    """Returns the hyperbolic tangent, to about 3 units in the last place."""
     z = x * x
     y = tl.fma(z, -5.717033225e-3, 2.065057574e-2)  # minimax for |x| ≤ 0.625, 4e-9 off
     y = tl.fma(z, y, -5.374349415e-2)
@@ -99,7 +99,7 @@ def tanh(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """An elementwise activation: ``none``, ``relu``, ``sigmoid`` or ``silu``."""
+    """Returns ``x`` after an elementwise activation: ``none``, ``relu``, ``sigmoid`` or ``silu``."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0.0, 0.0, x)  # keeps NaN, which a maximum would drop
     elif ACTIVATION == "sigmoid":
@@ -111,7 +111,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(x, dy, ACTIVATION: tl.constexpr):
-    """Gradient of `activate` with respect to ``x``, recomputed from ``x``."""
+    """Returns the gradient of `activate` with respect to ``x``, recomputed from ``x``."""
     if ACTIVATION == "relu":
         dy = tl.where(x <= 0.0, 0.0, dy)  # at NaN that of the identity, as the value is
     elif ACTIVATION == "sigmoid":
@@ -125,20 +125,20 @@ def activate_backward(x, dy, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def powers(x, row_max):
-    """eˣ relative to the largest of each row, ``row_max`` (rows, 1), of which it is 1: to 2 units in the last place of eˣ / Σ eˣ."""
+    """Returns ``exp(x − row_max)`` for the largest of each row (rows, 1), to 2 units in the last place of eˣ / Σ eˣ."""
     return exponential(x - row_max)
 
 
 @triton.jit
 def softmax_parts(x):
-    """Softmax over the last axis as powers and the reciprocal of their sum (rows, 1). Masked features must be −inf."""
+    """Returns softmax over the last axis as powers and the reciprocal of their sum (rows, 1). Masked features are −inf."""
     x = powers(x, tl.max(x, axis=1)[:, None])
     return x, reciprocal(tl.sum(x, axis=1))[:, None]
 
 
 @triton.jit
 def softmax_pair_parts(x1, x2):
-    """Softmax over the last axes of two tiles together, as powers of each and the reciprocal of their sum."""
+    """Returns softmax over the last axes of two tiles together, as powers of each and the reciprocal of their sum."""
     row_max = tl.max(tl.maximum(x1, x2), axis=1)[:, None]
     x1 = powers(x1, row_max)
     x2 = powers(x2, row_max)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of(n, cu_seqlens, cu_stride, sequences):
-    """Packed sequence of each token (int32, (R,)): the last whose start is not behind it. Binary search."""
+    """Returns the packed sequence (int32, (R,)) of each token: the last whose start is not behind it. Binary search."""
     low = tl.zeros_like(n)
     high = low + sequences
     width = sequences
@@ -30,7 +30,7 @@ def sequence_of(n, cu_seqlens, cu_stride, sequences):
 
 @triton.jit
 def sequence_of_tile(tile, cu_seqlens, cu_stride, sequences, BLOCK: tl.constexpr):
-    """The sequence of a tile, and the number of the tile within it, which may lie behind its end. Binary search."""
+    """Returns the sequence of a tile, and the tile's number in it, which may be past its end. Binary search."""
     low = tile * 0
     high = low + sequences
     first = low
@@ -53,7 +53,7 @@ def sequence_bounds(sequence, cu_seqlens, cu_stride):
 
 @triton.jit
 def is_in_sequence(n, cu_seqlens, cu_stride, sequences):
-    """True for tokens before the end of the last sequence."""
+    """Returns True for tokens before the end of the last sequence."""
     return n < tl.load(cu_seqlens + sequences * cu_stride).to(tl.int32)
 
 

@@ -46,19 +46,19 @@ C4 = tl.constexpr(59.24596422)
 
 @triton.jit
 def wrapping_add(a, b):
-    """``a + b`` modulo 2³²."""
+    """Returns ``a + b`` modulo 2³²."""
     return tl.add(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 def wrapping_mul(a, b):
-    """``a · b`` modulo 2³²."""
+    """Returns ``a · b`` modulo 2³²."""
     return tl.mul(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 def phase_step(theta):
-    """Angle gained per position: whole units (int32), the rest in turns (float32), and a unit in turns, 2⁻³².
+    """Returns the angle gained per position: whole units (int32), the rest in turns (float32), and a unit in turns, 2⁻³².
 
     Rest and unit are NaN where theta is too large to be reduced, infinite or NaN.
     """
@@ -92,7 +92,7 @@ def phase_step(theta):
 
 @triton.jit
 def fast_cos_sin(angle):
-    """Cosine and sine of float32 radians within half a turn, by the special function unit."""
+    """Returns the cosine and sine of float32 radians within half a turn, by the special function unit."""
     if INTERPRETED:
         cosine = tl.cos(angle)
         sine = tl.sin(angle)
@@ -108,7 +108,7 @@ def fast_cos_sin(angle):
 
 @triton.jit
 def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
-    """Cosine and sine at integer positions of 32 or 64 bits, from `phase_step`, in float32.
+    """Returns the cosine and sine at integer positions of 32 or 64 bits, from `phase_step`, in float32.
 
     Below 2e-7 off for positions to 2²⁴. With ``HALF``, for results that will be rounded to 16 bits, the special
     function unit does what is left after the exact reduction, and is at most 9e-7 off.

@@ -9,7 +9,7 @@ from warploom.device.phase import wrapping_add
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """A float32 tile in another dtype, rounded to nearest even."""
+    """Returns a float32 tile in another dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would drop the last 16 bits
         bits = x.to(tl.int32, bitcast=True)
         above = wrapping_add(bits, 0x7FFF + ((bits >> 16) & 1))
@@ -20,7 +20,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded_to_tf32(x):
-    """A float32 tile with the bits that TensorFloat-32 has, to nearest; matrix units would drop the others."""
+    """Returns a float32 tile with the bits that TensorFloat-32 has, to nearest; matrix units would drop the others."""
     if not INTERPRETED:  # whose products keep all bits
         x = tl.inline_asm_elementwise(
             "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
@@ -30,7 +30,7 @@ def rounded_to_tf32(x):
 
 @triton.jit
 def terms_of(x, COUNT: tl.constexpr):
-    """A float32 tile as the sum of so many in bfloat16, the largest first: three hold all its bits, two 16 of them."""
+    """Returns a float32 tile as a sum of terms in bfloat16, the largest first: three hold all its bits, two 16 of them."""
     terms = ()
     for _ in tl.static_range(COUNT):
         term = rounded(x, tl.bfloat16)
@@ -41,7 +41,7 @@ def terms_of(x, COUNT: tl.constexpr):
 
 @triton.jit
 def dot_of_terms(a, b, i: tl.constexpr, j: tl.constexpr, c):
-    """``a[i] · b[j] + c`` of two factors in terms."""
+    """Returns ``a[i] · b[j] + c`` of two factors in terms."""
     if INTERPRETED:
         c = tl.dot(a[i].to(tl.float32), b[j].to(tl.float32), c)
     else:
@@ -51,13 +51,13 @@ def dot_of_terms(a, b, i: tl.constexpr, j: tl.constexpr, c):
 
 @triton.jit
 def add_outside(whole, c):
-    """``whole + c`` outside of matrix units, which drop bits where they add: for sums over many tiles."""
+    """Returns ``whole + c`` outside of matrix units, which drop bits where they add: for sums over many tiles."""
     return tl.fma(whole, 1.0, c)  # not `+`, which the compiler turns into an accumulating product
 
 
 @triton.jit
 def product(a, b, c, PRECISION: tl.constexpr):
-    """``a · b + c`` in float32.
+    """Returns ``a · b + c`` in float32.
 
     ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
     to bfloat16 first, or ``3-term`` where they come as `terms_of` makes them (``3-term here``, if that was just before):
@@ -86,7 +86,7 @@ def product(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_as_transposed(a, b, c, PRECISION: tl.constexpr):
-    """``a · b + c``, where ``c`` is zero, with the bits of ``bᵀ · aᵀ`` as `product` forms it.
+    """Returns ``a · b + c``, where ``c`` is zero, with the bits of ``bᵀ · aᵀ`` as `product` forms it.
 
     Of terms, the products of unequal ones are added up in the order that they have there. What the compiler splits, it
     adds up in an order of its own: that product itself is transposed.
@@ -105,13 +105,13 @@ def product_as_transposed(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
+    """Returns ``a · b + acc`` in float32, with all bits of float32 factors: see `product`."""
     return product(a, b, acc, "bf16x6")
 
 
 @triton.jit
 def exact_dot(a, b, acc):
-    """``a · b + acc`` with no errors but those of float32: not on matrix units where factors are float32.
+    """Returns ``a · b + acc`` with no errors but those of float32: not on matrix units where factors are float32.
 
     It takes longer than `dot`, and is for products that wait for memory anyway. Sums are made term after term: over many
     terms `dot` is as exact.

@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @triton.jit
 def sum_rows_kernel(rows, order, ends, out, width: tl.int64, blocks: tl.int32, BLOCK: tl.constexpr):
-    """``out[i] = Σ rows[order[j]]`` for ``j`` from ``ends[i]`` to ``ends[i + 1]``: (n, F) from (M, F), in float32.
+    """Write ``out[i] = Σ rows[order[j]]``, ``ends[i] ≤ j < ends[i + 1]``: (n, F) from (M, F), in float32.
 
     A program adds up one block of a row.
     """
@@ -30,7 +30,7 @@ def sum_rows_kernel(rows, order, ends, out, width: tl.int64, blocks: tl.int32, B
 
 
 def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
-    """Sums of dense rows (M, …) in ``out`` (n, …), dense too, added up in float32.
+    """Write sums of dense rows (M, …) to ``out`` (n, …), dense too, added up in float32.
 
     Args:
         rows: What is added up.
@@ -45,7 +45,7 @@ def sum_rows(rows: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: t
 
 @functools.lru_cache(64)
 def _launch_of(sums: int, width: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    """The launch for so many sums of rows of a dtype. Made anew it looks for its compiled kernel, for 0.1 ms."""
+    """Returns the launch for so many sums. A new one takes 0.1 ms to find its compiled kernel."""
     blocks = triton.cdiv(width, BLOCK)
     takes = ("rows", "order", "ends", "out")
     return Launch(sum_rows_kernel, sums * blocks, takes=takes, width=width, blocks=blocks, BLOCK=BLOCK)

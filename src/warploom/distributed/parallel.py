@@ -75,7 +75,7 @@ def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: Layout = "zigza
 
 
 def _attend(mesh: DeviceMesh, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Attention over a mesh, on heads that another mesh may shard."""
+    """Returns attention over a mesh, on heads that another mesh may shard."""
 
     def call(tensors: Any, _: int) -> Any:
         q, k, v = tensors

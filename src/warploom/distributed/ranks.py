@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Tensor = torch.Tensor
 Bounds = tuple[int, ...]
-"""Where packed sequences begin and end, ``0 = c₀ ≤ … ≤ c_S``."""
+"""Offsets at which packed sequences begin and end, ``0 = c₀ ≤ … ≤ c_S``."""
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Tensors of all ranks one behind the other; the second is its name in versions of PyTorch before 2.13."""
@@ -124,7 +124,7 @@ def bounds_of(cu_seqlens: Tensor) -> Bounds:
 
 
 def shown(bounds: Bounds | None) -> str:
-    """Bounds as an error shows them: the first and the last, and a checksum of all where there are many."""
+    """Returns bounds as an error shows them: the first and the last, and a checksum of all where there are many."""
     if bounds is None:
         return "None"
     few = bounds if len(bounds) < 9 else (*bounds[:4], "…", bounds[-1])

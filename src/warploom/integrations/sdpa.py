@@ -114,7 +114,7 @@ def _prefer(ours: Any, theirs: Any) -> Any:
 
 
 def _is_supported(q: Tensor, v: Tensor, dropout_p: float) -> bool:
-    """True if the kernels support a call."""
+    """Returns True if the kernels support a call."""
     features = max(q.shape[-1], v.shape[-1])
     return dropout_p == 0 and features <= _MAX_FEATURES and use_triton("flash_attention", "auto", q)
 
@@ -165,7 +165,7 @@ def _dense(
     *,
     scale: float | None = None,
 ) -> Any:
-    """``aten::_scaled_dot_product_flash_attention`` on (B, H, N, D)."""
+    """Stands in for ``aten::_scaled_dot_product_flash_attention`` on (B, H, N, D)."""
     if return_debug_mask or not _is_supported(query, value, dropout_p):
         return None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -178,7 +178,7 @@ def _dense_backward(
     cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    """Stands in for ``aten::_scaled_dot_product_flash_attention_backward``."""
     if not _is_supported(query, value, dropout_p):
         return None
     grad, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
@@ -192,7 +192,7 @@ def _packed(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> Any:  # fmt: skip
-    """``aten::_flash_attention_forward`` on (T, H, D) with bounds of sequences, or on (B, N, H, D)."""
+    """Stands in for ``aten::_flash_attention_forward`` on (T, H, D) with bounds, or on (B, N, H, D)."""
     special = any(x is not None for x in (alibi_slopes, block_table, seqused_k))
     if return_debug_mask or special or not _is_supported(query, value, dropout_p):
         return None
@@ -208,7 +208,7 @@ def _packed_backward(
     rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:  # fmt: skip
-    """``aten::_flash_attention_backward``."""
+    """Stands in for ``aten::_flash_attention_backward``."""
     if not _is_supported(query, value, dropout_p):
         return None
     packed = query.dim() == 3

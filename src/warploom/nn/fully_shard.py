@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def is_called_by_fsdp() -> bool:
-    """True if FSDP calls the caller of this function."""
+    """Returns True if FSDP calls the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.distributed.fsdp")
 
 

@@ -230,7 +230,7 @@ class Bench:
     `fingerprint`."""
 
     def runs_kernels(self, provider: str) -> bool:
-        """True if a provider runs the operator's own kernels."""
+        """Returns True if a provider runs the operator's own kernels."""
         return provider.startswith(KERNELS)
 
     @property

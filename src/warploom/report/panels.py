@@ -300,7 +300,7 @@ def _guess_axis(cases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_determined(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """True if a parameter is a list that the others determine, as tokens determine the sizes of a grid."""
+    """Returns True if a parameter is a list that the others determine, as tokens determine the sizes of a grid."""
     if not any(isinstance(case.get(name), list) for case in cases):
         return False
     whole = {json.dumps(case, sort_keys=True) for case in cases}

@@ -34,7 +34,7 @@ class Published:
     """The parameters of the publication, including the one along the axis, by our names and values."""
 
     def matches(self, operator: str, mode: str, case: Mapping[str, Any], ignore: str = "") -> bool:
-        """True if this is the same problem: each parameter that both have, except ``ignore``, is equal."""
+        """Returns True if this is the same problem: each parameter that both have, except ``ignore``, is equal."""
         same = all(case.get(name, value) == value for name, value in self.case.items() if name != ignore)
         return same and (operator, mode) == (self.operator, self.mode)
 

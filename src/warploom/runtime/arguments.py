@@ -73,12 +73,12 @@ def as_python(value: Any) -> Any:
 
 
 def is_int(value: object) -> bool:
-    """True if a value is an integer, or a symbol for one in traced code, and no bool."""
+    """Returns True if a value is an integer, or a symbol for one in traced code, and no bool."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def is_within(size: int, largest: int) -> bool:
-    """True if a size is at most the largest, or is not known yet because a program is exported."""
+    """Returns True if a size is at most the largest, or is not known yet because a program is exported."""
     return torch.compiler.is_exporting() or size <= largest
 
 

@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 def is_autocast(x: object) -> bool:
-    """True if autocast is on for the device of a tensor."""
+    """Returns True if autocast is on for the device of a tensor."""
     # By name, because neither `torch.compile` nor a meta tensor can ask which devices have an autocast.
     if not isinstance(x, Tensor) or not (x.is_cuda or x.is_cpu):
         return False

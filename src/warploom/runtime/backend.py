@@ -21,7 +21,7 @@ OLDEST_CAPABILITY = 80
 
 
 def use_triton(function: str, backend: str, x: torch.Tensor, unsupported: str | None = None) -> bool:
-    """True if the Triton kernels run this call.
+    """Returns True if the Triton kernels run this call.
 
     Args:
         function: Name of the public function, for the error.

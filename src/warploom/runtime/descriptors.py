@@ -83,7 +83,7 @@ def encode_strides(shape: Sequence[int], strides: Sequence[int], element_size: i
 
 
 def are_aligned(*tensors: torch.Tensor) -> bool:
-    """True if the addresses of all tensors are aligned for tensor descriptors."""
+    """Returns True if the addresses of all tensors are aligned for tensor descriptors."""
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
@@ -91,7 +91,7 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def supports_tma(tensor: torch.Tensor) -> bool:
-    """True if a tensor and each of its batch entries can have a descriptor, if their addresses are aligned.
+    """Returns True if a tensor and each of its batch entries can have a descriptor, if their addresses are aligned.
 
     A tensor whose batch stride is no multiple of 16 bytes is not supported even if it has one entry: an entry runs
     on the same kernels, and has the same bits, alone and in a batch.

@@ -374,12 +374,12 @@ def record_builds(arch: int = 90, multiprocessors: int = 1) -> Iterator[dict[tup
 
 
 def is_recording() -> bool:
-    """True while launches are recorded instead of made."""
+    """Returns True while launches are recorded instead of made."""
     return _recorded is not None
 
 
 def runs_on_cpu() -> bool:
-    """True while kernels accept CPU tensors: in the interpreter, or while builds are recorded."""
+    """Returns True while kernels accept CPU tensors: in the interpreter, or while builds are recorded."""
     return INTERPRETED or _recorded is not None
 
 
@@ -389,7 +389,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def has_pdl(device: torch.device) -> bool:
-    """True if a GPU has programmatic dependent launch (PDL): Hopper and later.
+    """Returns True if a GPU has programmatic dependent launch (PDL): Hopper and later.
 
     A kernel launched with PDL is set up while the launch before it on the stream still runs. It waits for that
     launch itself (``gdc_wait``) before it accesses memory, which is cheaper than the pause between two launches. A

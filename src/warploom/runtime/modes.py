@@ -23,12 +23,12 @@ _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def is_watched() -> bool:
-    """True if a tracer, function mode or forward-mode derivative is active, which guards do not notice."""
+    """Returns True if a tracer, function mode or forward-mode derivative is active, which guards do not notice."""
     return _is_traced_by_dynamo() or _function_modes() > 0 or forward_ad._current_level >= 0
 
 
 def is_plain_eager(*tensors: torch.Tensor) -> bool:
-    """True if a call on these tensors may launch its kernels without PyTorch's dispatcher.
+    """Returns True if a call on these tensors may launch its kernels without PyTorch's dispatcher.
 
     That is so without a compiler or tracer, tensor subclass, mode, meta tensor, function transform or forward-mode
     derivative, and if no tensor is sparse, nested or lazily negated. The dispatcher takes care of all of these.
@@ -48,14 +48,14 @@ def is_plain_eager(*tensors: torch.Tensor) -> bool:
 
 
 def holds_data(tensor: torch.Tensor) -> bool:
-    """True if a tensor has values in memory that may be read: it is not fake, traced or wrapped."""
+    """Returns True if a tensor has values in memory that may be read: it is not fake, traced or wrapped."""
     if type(tensor) not in _PLAIN or tensor.is_meta or _is_compiling() or _is_traced_by_jit():
         return False
     return not (_transforms() and _is_wrapped(tensor))
 
 
 def is_plain_backward(*gradients: torch.Tensor) -> bool:
-    """True if a backward with these incoming gradients may launch its kernels without PyTorch's dispatcher.
+    """Returns True if a backward with these incoming gradients may launch its kernels without PyTorch's dispatcher.
 
     It may not if the backward is differentiated itself, or if autograd runs it for a batch of gradients.
     """
@@ -82,7 +82,7 @@ def read_bounds(*cu_seqlens: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """True if a gradient of a tensor may be asked for, at any level of `torch.func`'s transforms."""
+    """Returns True if a gradient of a tensor may be asked for, at any level of `torch.func`'s transforms."""
     if not torch.is_grad_enabled():
         return False
     if _transforms():

@@ -106,7 +106,7 @@ def tensor_key(tensor: object) -> Hashable:
 
 
 def keeps_plans_for(tensor: torch.Tensor) -> bool:
-    """True if plans are kept for a tensor's device: a GPU, or a CPU in Triton's interpreter.
+    """Returns True if plans are kept for a tensor's device: a GPU, or a CPU in Triton's interpreter.
 
     On a CPU without the interpreter kernels are only recorded, for one architecture after the other. This imports
     no Triton: before that is imported there are no plans.

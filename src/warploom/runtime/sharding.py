@@ -37,7 +37,7 @@ class Axes(NamedTuple):
 
 
 def is_sharded(tensors: Sequence[Any]) -> bool:
-    """True if one of these is a DTensor."""
+    """Returns True if one of these is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 

@@ -56,7 +56,7 @@ def check_values(on: bool = True) -> None:
 
 
 def reads_values_of(x: Tensor) -> bool:
-    """True if values are checked in a call on a tensor like this one; not while launches are only recorded."""
+    """Returns True if values are checked in a call on a tensor like this; not while launches are recorded."""
     return not _is_compiling() and (_on_gpus if x.is_cuda else x.is_cpu and not _is_recording())
 
 
@@ -67,7 +67,7 @@ def _is_recording() -> bool:
 
 
 def is_readable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """True if a tensor is given and its values are checked."""
+    """Returns True if a tensor is given and its values are checked."""
     if tensor is None or not holds_data(tensor):
         return False
     return tensor.is_cpu or (_on_gpus and not torch.cuda.is_current_stream_capturing())

@@ -236,7 +236,7 @@ def find_modified(inputs: Inputs, before: dict[str, tuple[int, torch.Tensor]]) -
 
 
 def _are_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True if two tensors are equal, and have NaN in the same places."""
+    """Returns True if two tensors are equal, and have NaN in the same places."""
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 

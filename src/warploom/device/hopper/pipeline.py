@@ -35,13 +35,13 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def barriers(count: gl.constexpr):
-    """Barriers in shared memory."""
+    """Returns so many barriers in shared memory."""
     return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def power_of_two(x):
-    """2ˣ to 2 units in the last place; zero where the result would be denormal."""
+    """Returns 2ˣ to 2 units in the last place; zero where the result would be denormal."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -66,7 +66,7 @@ def init_each(barriers):
 
 @gluon.jit
 def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr):
-    """A ring of these buffers, with barriers of its own; see `init_ring`."""
+    """Returns a ring of these buffers, with barriers of its own; see `init_ring`."""
     full, empty = barriers(STAGES), barriers(STAGES)
     init_ring(full, empty, arrivals)
     return Ring(tiles, full, empty)
@@ -116,11 +116,11 @@ def copy_tile(desc, batch, head, row, ring, count, batch_size=0, TERMS: gl.const
 
 @gluon.jit
 def matrix(tiles, slot):
-    """A tile of a ring as a matrix in shared memory."""
+    """Returns a tile of a ring as a matrix in shared memory."""
     return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]])
 
 
 @gluon.jit
 def as_factor(tile, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile of results, rounded, as the first factor of a product with results of layout ``LAYOUT``: no data moves."""
+    """Returns a tile of results, rounded, as the first factor of a product whose results have ``LAYOUT``: no data moves."""
     return gl.convert_layout(tile.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))

@@ -24,13 +24,13 @@ def _async_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def matrix_in(tile, layout, _semantic=None):
-    """A tile (1, 1, rows, columns) in shared memory as a matrix in another layout: Triton's method has two names."""
+    """Returns a tile (1, 1, rows, columns) in shared memory as a matrix. Triton's method for that has two names."""
     return _semantic.memdesc_reinterpret(tile, tile.dtype, tile.shape[2:], getattr(layout, "value", layout))
 
 
 @builtin
 def tiles_in(tiles, width, layout, _semantic=None):
-    """Buffers (count, 1, 1, rows, columns) in shared memory as fewer of ``width`` columns: see `matrix_in`."""
+    """Returns buffers (count, 1, 1, rows, columns) in shared memory as fewer of ``width`` columns; see `matrix_in`."""
     count, _, _, rows, columns = tiles.shape
     width = getattr(width, "value", width)
     shape = [count * columns // width, 1, 1, rows, width]

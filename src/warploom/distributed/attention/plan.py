@@ -41,7 +41,7 @@ class Step(NamedTuple):
     send: Slices  # rows of this rank's part that the ranks' chunks see, and no chunk of theirs before
     recv: Slices  # where such rows of the ranks go among all that this rank sees
     copies: tuple[tuple[slice, slice], ...]
-    """From where and to where rows go besides, when they are there: both chunks of a sequence see them."""
+    """Rows that both chunks of a sequence see: from where and to where they are copied once they have arrived."""
     rows: slice  # which of the gradients of keys, of one call after the other, are of this chunk's keys
     grad_send: Slices  # among these, the gradients of each rank's tokens
     grad_recv: Slices  # where such gradients from the ranks go among all that this rank receives

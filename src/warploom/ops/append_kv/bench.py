@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of a case.
+    """Returns the inputs of a case.
 
     Keys: ``batch, n, heads, kv_heads, head_dim, dtype``, ``used`` (keys of the sequences, new ones included) and
     ``capacity`` (keys of a sequence of a dense cache); ``value_dim`` (``head_dim``); ``page_size`` for a paged
@@ -106,7 +106,7 @@ def _warploom(case: Case) -> Provider:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Every new row read once and written once."""
+    """Returns the bytes of every new row, read once and written once."""
     row = (2 * case["kv_heads"] + case["heads"]) * case["head_dim"]
     return Traffic(1, 1, case["batch"] * case["n"] * row * getattr(torch, case["dtype"]).itemsize)
 

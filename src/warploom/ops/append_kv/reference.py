@@ -52,7 +52,7 @@ def append_kv(
 
 
 def places(k: Tensor, seqused_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence and place of every token, and whether it is one of a sequence: (B, N) each."""
+    """Returns the sequence and place of every token, and whether it is one of a sequence: (B, N) each."""
     batch, tokens = k.shape[:2]
     index = torch.arange(tokens, device=k.device)
     if cu_seqlens is None:
@@ -66,7 +66,7 @@ def places(k: Tensor, seqused_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Ten
 
 
 def rotate(x: Tensor, theta: Tensor, place: Tensor, exists: Tensor, interleaved: bool) -> Tensor:
-    """``x`` rotated at its tokens' places; zero in rows that are of no sequence."""
+    """Returns ``x`` rotated at its tokens' places; zero in rows that are of no sequence."""
     x = x.masked_fill(~exists[:, :, None, None], 0.0)
     return lrpe.lrpe_rotate(x, theta, position_ids=place, interleaved=interleaved)
 

@@ -109,7 +109,7 @@ def recurrence(
 
 
 class _Chunks(NamedTuple):
-    """What the chunks of a call hold, each (B, H, C, T, …), apart from states."""
+    """The contents of the chunks of a call, each (B, H, C, T, …), apart from states."""
 
     from_start: Tensor  # queries over the decay since the chunk's first token
     until_end: Tensor  # keys over the decay until its last

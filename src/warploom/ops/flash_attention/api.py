@@ -165,7 +165,7 @@ def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) 
 
 
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
-    """Batch entries, but those of packed sequences, and heads; pages are of no batch entry."""
+    """Returns the axes that calls are sharded over: batch entries, if not packed or in pages, and heads."""
     paged, return_lse = tensors[7] is not None, options[4]
     on_cache = tensors[4] is not None and tensors[6] is not None
     keys = "..h." if paged or on_cache else "b.h."

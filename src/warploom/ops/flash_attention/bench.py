@@ -1,4 +1,4 @@
-"""What tests and bench know of flash attention: cases, inputs, providers, operations and bytes."""
+"""Flash attention for tests and bench: cases, inputs, providers, operations and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of a case.
+    """Returns the inputs of a case.
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
@@ -75,7 +75,7 @@ PAGE = 256
 
 
 def _lengths(case: Case) -> list[int]:
-    """Keys of each batch entry."""
+    """Returns the number of keys of each batch entry."""
     batch, keys = case["batch"], int(case.get("m", case["n"]))
     if case.get("cache") in ("lengths", "pages"):
         return [keys - keys * i // (2 * batch) for i in range(batch)]
@@ -83,7 +83,7 @@ def _lengths(case: Case) -> list[int]:
 
 
 def _cached(inputs: Inputs, case: Case, generator: torch.Generator) -> Inputs:
-    """The inputs of a decoding step: nothing wants a gradient, keys are in a cache."""
+    """Returns the inputs of a decoding step: nothing wants a gradient, keys are in a cache."""
     device = inputs["q"].device
     inputs |= {name: inputs[name].detach() for name in ("q", "k", "v")}
     if case["cache"] == "dense":
@@ -283,7 +283,7 @@ def _float32(device: str) -> list[Case]:
 
 
 def _alone(device: str) -> list[Case]:
-    """One head of many sequences, in float32 and without a mask: attention without heads."""
+    """Returns cases of one head and many sequences, in float32 and without a mask: attention without heads."""
     shape = {"batch": 8, "heads": 1, "dtype": "float32", "causal": False}
     if device != "cuda":
         return [shape | {"head_dim": head_dim, "n": n} for head_dim in (16, 64) for n in (256, 1024)]
@@ -295,7 +295,7 @@ def _alone(device: str) -> list[Case]:
 
 
 def _shapes(device: str) -> list[Case]:
-    """Causal attention of other widths, with windows, and of one long sequence of few heads."""
+    """Returns cases of causal attention of other widths, with windows, and of one long sequence of few heads."""
     if device != "cuda":
         return [_ON_CPU | {"n": 256} | change for change in ({"head_dim": 96}, {"head_dim": 192, "value_dim": 128})]
     plain = _training_case(2, 16, 16, 128, 8192, True)
@@ -314,7 +314,7 @@ def _shapes(device: str) -> list[Case]:
 
 
 def _packed(device: str) -> list[Case]:
-    """Causal attention of packed sequences: as long as each other, and not."""
+    """Returns cases of causal attention of packed sequences, of equal and of unequal lengths."""
     if device != "cuda":
         return [_ON_CPU | {"n": 256, "packing": "two"}]
     return [
@@ -325,7 +325,7 @@ def _packed(device: str) -> list[Case]:
 
 
 def _options(device: str) -> list[Case]:
-    """What current models add to causal attention, each beside the plain call."""
+    """Returns cases of what current models add to causal attention, each beside the plain call."""
     if device != "cuda":
         return [_ON_CPU | {"n": 256} | change for change in ({"softcap": 50.0}, {"sink": True})]
     changes: tuple[dict[str, Any], ...] = ({}, {"softcap": 50.0}, {"sink": True}, {"window": [1023, None]})
@@ -338,7 +338,7 @@ def _options(device: str) -> list[Case]:
 
 
 def _decode(device: str) -> list[Case]:
-    """A step of decoding: a query for each of many keys, on grouped heads and on as many."""
+    """Returns cases of a step of decoding: one query on many keys, with grouped heads and with as many."""
     shape: dict[str, Any] = {"heads": 32, "head_dim": 128, "dtype": "bfloat16", "n": 1, "causal": True}
     if device != "cuda":
         shape |= {"heads": 4, "key_heads": 2}
@@ -357,7 +357,7 @@ def _quick_decode(device: str) -> list[Case]:
 
 
 def _decode_traffic(case: Case, mode: str) -> Traffic:
-    """Every used key and value once."""
+    """Returns the bytes of every used key and value, read once, and the operations on them."""
     size = 2 * case["head_dim"] * getattr(torch, case["dtype"]).itemsize
     keys, queries = sum(_lengths(case)) * case["key_heads"], case["batch"] * case["heads"]
     flops = 4 * case["head_dim"] * sum(_lengths(case)) * case["heads"]
@@ -365,7 +365,7 @@ def _decode_traffic(case: Case, mode: str) -> Traffic:
 
 
 def visible_pairs(case: Case) -> int:
-    """Pairs of a query and a key that it sees, of one head: the operations that must be done."""
+    """Returns the number of pairs of a query and a key that it sees, of one head."""
     if "packing" in case:
         rest = {name: value for name, value in case.items() if name != "packing"}
         return sum(visible_pairs(rest | {"n": length}) for length in peers.PACKINGS[case["packing"]])
@@ -378,7 +378,7 @@ def visible_pairs(case: Case) -> int:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Operations of two products forward and five backward, and every tensor moved once."""
+    """Returns the operations of two products forward and five backward, and the bytes of all tensors."""
     heads, key_heads = case["heads"], case.get("key_heads", case["heads"])
     head_dim = case["head_dim"]
     value_dim = case.get("value_dim", head_dim)

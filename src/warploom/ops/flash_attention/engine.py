@@ -94,7 +94,7 @@ def forward(
     logits: Logits = PLAIN,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attends.
+    """Compute attention.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
     precision. ``counters``: `COUNTERS` that are zero, if there are any already. ``out``: where attention shall be

@@ -31,7 +31,7 @@ MASKS = 2**24
 
 
 def obstacle(tensors: Tensors, options: FlashOptions, return_lse: bool) -> str | None:
-    """Why PyTorch's own attention does not compute a call, if it does not."""
+    """Returns why PyTorch's own attention does not compute a call, or None."""
     q, k, v, sink, *bounds = tensors
     given = [x for x in (q, k, v, *bounds) if x is not None]
     if not is_plain_eager(*given):
@@ -57,7 +57,7 @@ def warn_of_definition(name: str, reason: str) -> None:
 
 
 def define(tensors: Tensors, options: FlashOptions, return_lse: bool) -> Any:
-    """Attention by the definition, of every call: (B, N, Hq, E) [and lse (B, Hq, N)]."""
+    """Returns attention by the definition, of every call: (B, N, Hq, E) [and lse (B, Hq, N)]."""
     q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
     cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
     return reference.flash_attention(
@@ -69,7 +69,7 @@ def define(tensors: Tensors, options: FlashOptions, return_lse: bool) -> Any:
 
 
 def attend(tensors: Tensors, options: FlashOptions) -> Tensor:
-    """Attention of a call without `obstacle`: (B, N, Hq, E).
+    """Returns attention of a call without `obstacle`: (B, N, Hq, E).
 
     Args:
         tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
@@ -122,7 +122,7 @@ def _cut(
     q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """A call, one sequence or batch entry after another where it has bounds or lengths."""
+    """Returns the result of a call, taken one sequence or batch entry at a time where it has bounds or lengths."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         queries, keys = _spans(cu_seqlens_q, q.shape[1]), _spans(cu_seqlens_k, k.shape[1])
         parts = [_attend(q[:, i], k[:, j], v[:, j], options) for i, j in zip(queries, keys)]
@@ -151,7 +151,7 @@ def _cut(
 
 
 def _spans(cu_seqlens: Tensor, rows: int) -> Iterator[slice]:
-    """Rows of each sequence; none that are not there, whatever the bounds say."""
+    """Returns the rows of each sequence, and only rows that there are, whatever the bounds say."""
     begin = 0
     for bound in cu_seqlens.tolist()[1:]:
         end = min(max(bound, begin), rows)
@@ -164,7 +164,7 @@ def _zeros(q: Tensor, v: Tensor, rows: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
-    """Attention of one sequence, or of a batch of one length."""
+    """Returns attention of one sequence, or of a batch of one length."""
     left, right = options.left, options.right
     tokens, keys = q.shape[1], k.shape[1]
     blind = tokens if keys == 0 else 0  # the first queries, which see no key
@@ -197,7 +197,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
 def _block(
     q: Tensor, k: Tensor, v: Tensor, place: int, left: int | None, right: int | None, scale: float
 ) -> Tensor:  # fmt: skip
-    """Queries of which the first stands at key ``place``, with the keys that one of them sees."""
+    """Returns attention of queries, the first at key ``place``, on the keys that any of them sees."""
     end = place + q.shape[1]
     first = 0 if left is None else max(place - left, 0)
     last = k.shape[1] if right is None else min(end + right, k.shape[1])
@@ -211,7 +211,7 @@ def _block(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """PyTorch's attention, which is fused for as many features of keys as of values."""
+    """Returns PyTorch's attention, which is fused for as many features of keys as of values."""
     features, wanted = v.shape[3], max(q.shape[3], v.shape[3])
     if scale < 0:
         q, scale = -q, -scale

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def _forward(tensors: Tensors, _: int, options: FlashOptions, plans: Plans) -> Tensors:
-    """Attention, lse, and what the backward computes the weights again from."""
+    """Returns attention, lse, and the statistics from which the backward computes the weights again."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
     return engine.forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
@@ -58,7 +58,7 @@ def _fake(tensors: Tensors, options: FlashOptions) -> Tensors:
 def _save(
     tensors: Tensors, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
-    """Bounds of sequences are saved, so that autograd sees when they are changed in place."""
+    """Save bounds of sequences with the tensors, so that autograd sees when they are changed in place."""
     q, k, v, sink, *bounds, _ = tensors
     out, _, statistics = results
     return (q, k, v, out, statistics, sink, *bounds), ()
@@ -68,7 +68,7 @@ def _backward(
     grads: Tensors, saved: Tensors, _: int, options: FlashOptions, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
-    """Gradients of q, k, v and the sink."""
+    """Returns the gradients of q, k, v and the sink."""
     (grad, grad_lse), (q, k, v, out, statistics, sink, *bounds) = grads, saved
     grad = torch.zeros_like(out) if grad is None else grad
     mask, logits = _mask_and_logits(options, sink, *bounds)
@@ -83,7 +83,7 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 
 
 def _flops(tensors: Tensors, options: FlashOptions) -> int:
-    """Two products for every query and key, hidden or not, as PyTorch counts its own attention."""
+    """Returns the operations of two products of every query and key, hidden or not, as PyTorch counts them."""
     q, k, v, _, *cu_seqlens, seqused_k, block_table = tensors
     if block_table is not None or (cu_seqlens[0] is not None and seqused_k is not None):
         keys = k.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -92,7 +92,7 @@ def _flops(tensors: Tensors, options: FlashOptions) -> int:
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> int:
-    """Five products: of q and k anew, and for the gradients of the weights, of v, q and k."""
+    """Returns the operations of five products: q kᵀ again, and the gradients of the weights, v, q and k."""
     q, k, v, _, _, _, *cu_seqlens, _ = saved
     return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 

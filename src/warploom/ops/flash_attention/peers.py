@@ -1,4 +1,4 @@
-"""What else computes attention: plain PyTorch, its fused kernels, and other libraries'.
+"""Other implementations of attention: plain PyTorch, its fused kernels, and other libraries'.
 
 All get (B, N, H, D) and none copies it. Nothing here runs a kernel of ours, so that records of these providers
 outlast a change to one.
@@ -40,7 +40,7 @@ def plain(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """What a user writes in PyTorch: the whole matrix of weights, in the dtype of the inputs."""
+    """Compute attention as one writes it in PyTorch: the whole matrix of weights, in the dtype of the inputs."""
     k, v = (_gathered(t, block_table) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -70,17 +70,17 @@ def _plain(case: Case) -> Provider:
 
 
 def _gathered(x: Tensor, block_table: Tensor | None) -> Tensor:
-    """Pages of each batch entry one after the other, where there are pages: (B, M, H, F)."""
+    """Returns the pages of each batch entry one after the other, where there are pages: (B, M, H, F)."""
     return x if block_table is None else x[block_table.long()].flatten(1, 2)
 
 
 def _used(seqused_k: Tensor, keys: int) -> Tensor:
-    """Which keys each batch entry has, (B, 1, 1, M)."""
+    """Returns a mask (B, 1, 1, M) of the keys that each batch entry has."""
     return (torch.arange(keys, device=seqused_k.device) < seqused_k[:, None])[:, None, None]
 
 
 def _decoding(attend: Provider) -> Provider:
-    """Attention of one query on what `attend`, called with (B, H, N, D), does for many.
+    """Returns a decoding step by `attend`, which is called with tensors (B, H, N, D).
 
     The query heads of a key head are queries of one head: no key is read twice, and no kernel needs to know groups.
     """
@@ -110,7 +110,7 @@ def _decode_plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Te
 
 
 def _decode_sdpa(backend: str, case: Case) -> Provider:
-    """PyTorch's fused attention with one of its kernels, for one query."""
+    """Returns PyTorch's fused attention with one of its kernels, for one query."""
     need_cuda("the fused kernels")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ def _decode_sdpa(backend: str, case: Case) -> Provider:
 
 
 def _fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's fused attention with one of its kernels, on (B, H, N, D).
+    """Returns PyTorch's fused attention with one of its kernels, on (B, H, N, D).
 
     Raises:
         Unsupported: The kernel does not do this.
@@ -138,7 +138,7 @@ def _fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 
 
 def _sdpa(backend: str, case: Case) -> Provider:
-    """PyTorch's fused attention with one of its kernels."""
+    """Returns PyTorch's fused attention with one of its kernels."""
     need_cuda("the fused kernels")
     _need_no_options(case)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
@@ -164,7 +164,7 @@ def _need_no_options(case: Case, but: Sequence[str] = ()) -> None:
 
 
 def _flex_attention(case: Case) -> Provider:
-    """FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
+    """Returns FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     need_cuda("the compiled kernel")
@@ -220,7 +220,7 @@ def _flex_attention(case: Case) -> Provider:
 
 
 def _torch_varlen(case: Case) -> Provider:
-    """PyTorch's attention of packed sequences."""
+    """Returns PyTorch's attention of packed sequences."""
     need_cuda("the fused kernel")
     _need_no_options(case, but=("packing",))
     if "packing" not in case:
@@ -242,7 +242,7 @@ def _torch_varlen(case: Case) -> Provider:
 
 
 def _flash_attn_2(case: Case) -> Provider:
-    """FlashAttention 2, of the package ``flash_attn``."""
+    """Returns FlashAttention 2, of the package ``flash_attn``."""
     function = _package("flash_attn", case)
     _need_no_options(case)
 
@@ -256,7 +256,7 @@ def _flash_attn_2(case: Case) -> Provider:
 
 
 def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
-    """FlashAttention 4, of the package ``flash_attn.cute``."""
+    """Returns FlashAttention 4, of the package ``flash_attn.cute``."""
     function = _package("flash_attn.cute", case)
     _need_no_options(case, but=("window", "softcap"))
 
@@ -280,7 +280,7 @@ def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
 
 
 def _need_backward() -> None:
-    """Of what differs from another provider in its backward alone.
+    """Refuse a call for a provider that differs from another in its backward alone.
 
     Raises:
         Unsupported: The call keeps nothing for a backward.
@@ -290,7 +290,7 @@ def _need_backward() -> None:
 
 
 def _cudnn_deterministic(case: Case) -> Provider:
-    """CuDNN's deterministic backward, of the package ``nvidia-cudnn-frontend``: PyTorch does not ask for it."""
+    """Returns CuDNN's deterministic backward, from ``nvidia-cudnn-frontend``: PyTorch does not ask for it."""
     need_cuda("the package")
     _need_no_options(case)
     if case["dtype"] == "float32":
@@ -361,7 +361,7 @@ def _cudnn_deterministic(case: Case) -> Provider:
 
 
 def _package(module: str, case: Case) -> Callable[..., Any]:
-    """The attention of a package.
+    """Returns the attention of a package.
 
     Raises:
         Unsupported: It is not installed, or takes no such tensors.
@@ -396,7 +396,7 @@ DECODERS: dict[str, Callable[[Case], Provider]] = {
     "sdpa_flash": functools.partial(_decode_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_decode_sdpa, "EFFICIENT_ATTENTION"),
 }
-"""Of one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
+"""Peers for one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
 DECODER_BUDGETS = {"torch": 4.0}
 """Its logits have 16 bits: up to 2.5 times our budget."""
 BUDGETS = {"sdpa_efficient": 4.0}

@@ -18,7 +18,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class MaskSpec(NamedTuple):
-    """Which keys a query sees: what the public arguments come down to."""
+    """A mask: the keys that a query sees, in the terms that all kernels use."""
 
     left: int | None = None
     right: int | None = None  # 0 for causal
@@ -203,5 +203,5 @@ class Call(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether logits have no cap, and the rest is plain; see `is_plain`."""
+        """True if logits have no cap, and the rest is plain; see `is_plain`."""
         return self.softcap is None and is_plain(self.shape, self.mask, self.scale)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
 Bounds = Tensor | Sequence[int]
-"""Of packed sequences, (S + 1,)."""
+"""Offsets (S + 1,) at which packed sequences begin and end."""
 
 BLOCK_WEIGHTS = 2**28
 """Weights, over all heads, that exist at a time: two gigabytes in float64."""
@@ -44,7 +44,7 @@ def flash_attention(
     float32_precision: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
+    """Returns softmax of ``scale · q kᵀ`` over the visible keys, times ``v``: (B, N, Hq, E) [and lse (B, Hq, N)].
 
     ``softcap · tanh(· / softcap)`` bends the logits, and ``sink`` (Hq,) is one more of them in every sum. Batch
     entry ``b`` has ``seqused_k[b]`` keys, which lie in pages ``block_table[b]`` if there are such. So has packed
@@ -146,12 +146,12 @@ def flash_attention(
 
 
 def _bounds_of(used: Tensor) -> Tensor:
-    """Bounds (S + 1,) of sequences of so many keys, (S, 1)."""
+    """Returns the bounds (S + 1,) of sequences with so many keys each, (S, 1)."""
     return torch.nn.functional.pad(used[:, 0].cumsum(0), (1, 0))
 
 
 def split(x: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
-    """The rows (B, n, …) of each packed sequence, and those behind the last."""
+    """Returns the rows (B, n, …) of each packed sequence, and those behind the last."""
     ends = [min(bound, x.shape[1]) for bound in bounds]
     lengths = [max(end - begin, 0) for begin, end in itertools.pairwise(ends)]
     pieces: tuple[Tensor, ...] = x.split([*lengths, x.shape[1] - ends[-1]], 1)
@@ -159,14 +159,14 @@ def split(x: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def with_tail(parts: Sequence[Tensor], dim: int, rows: int, fill: float) -> Tensor:
-    """Results of all packed sequences as one of so many rows, the last of which belong to none."""
+    """Returns the results of all packed sequences in one tensor of so many rows, the last of no sequence."""
     shape = list(parts[0].shape)
     shape[dim] = rows - sum(part.shape[dim] for part in parts)
     return torch.cat([*parts, parts[0].new_full(shape, fill)], dim)
 
 
 def without_tail(x: Tensor, cu_seqlens: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
-    """``x`` with ``fill`` in the rows behind the last packed sequence, which may be NaN, and no gradient there."""
+    """Returns ``x`` with ``fill`` and no gradient in the rows behind the last sequence, which may be NaN."""
     tail = torch.arange(x.shape[dim], device=x.device) >= cu_seqlens[-1]
     return x.masked_fill(tail.view(-1, *[1] * (x.dim() - dim - 1)), fill)
 
@@ -181,7 +181,7 @@ def _attend(
     softcap: float | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention under a mask (B or 1, 1, 1, N, M): output (B, N, Hq, E), and lse (B, Hq, N).
+    """Returns attention under a mask (B or 1, 1, 1, N, M): output (B, N, Hq, E), and lse (B, Hq, N).
 
     A hidden key has weight 0, whatever its logit is: NaN in a query or key reaches ``out`` and ``lse`` of the rows
     that see it. Products are those of matrices, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
@@ -216,7 +216,7 @@ def _attend(
 
 
 def _from_pages(x: Tensor, block_table: Tensor) -> Tensor:
-    """Pages (pages, page_size, H, F) as those of each batch entry one after the other, (B, P · page_size, H, F)."""
+    """Returns pages (pages, page_size, H, F) in the order of each batch entry's table: (B, P · page_size, H, F)."""
     if x.shape[0] == 0:
         return x.new_zeros(block_table.shape[0], block_table.shape[1] * x.shape[1], *x.shape[2:])
     pages = block_table.long().clamp(0, x.shape[0] - 1)  # behind the used keys there may be any number
@@ -224,7 +224,7 @@ def _from_pages(x: Tensor, block_table: Tensor) -> Tensor:
 
 
 def factor_of(x: Tensor, factors: str) -> Tensor:
-    """A factor of a matrix product: ``x`` with the bits that take part, by dtype or by precision of float32."""
+    """Returns ``x`` with the bits that take part in a matrix product, by its dtype or the precision of float32."""
     if factors in ("bfloat16", "float16", "medium"):
         return x.to(torch.float16 if factors == "float16" else torch.bfloat16).to(x.dtype)
     if factors == "high":
@@ -236,7 +236,7 @@ def factor_of(x: Tensor, factors: str) -> Tensor:
 def _places(
     x: Tensor, tokens: int, keys: int, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequence of every token, and its place among the keys of it: the last token is at the last key."""
+    """Returns the packed sequence of every token, and its place among the keys; the last is at the last key."""
     index = torch.arange(tokens, device=x.device)
     if cu_seqlens is None or cu_seqlens_k is None:
         return torch.zeros_like(index), index + (keys - tokens)

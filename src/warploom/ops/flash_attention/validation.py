@@ -126,7 +126,7 @@ def _with_both(
     cu_seqlens_k: Tensor | None,
     *rest: Tensor | None,
 ) -> Tensors:
-    """Where there are as many queries as keys, the bounds of one stand for both."""
+    """Returns the tensors with the bounds of queries for keys too, or those of keys for queries."""
     given = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     return q, k, v, sink, given, given, *rest
 
@@ -134,7 +134,7 @@ def _with_both(
 def beyond_kernels(
     batch: int, tokens: int, keys: int, heads: int, key_heads: int, features: int
 ) -> str | None:  # fmt: skip
-    """What the Triton kernels do not do in a call of these sizes, if anything; of the more features."""
+    """Returns why the Triton kernels do not take a call of these sizes, or None. Features are the most."""
     if features > MAX_FEATURES:
         return f"{features} features do not fit in one tile ({MAX_FEATURES} at most)"
     if not is_within(tokens + keys, MAX_PLACES):
@@ -235,7 +235,7 @@ def _check_bounds(q: Tensor, argument: str, bounds: Tensor) -> None:
 def _check_sequences(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None
 ) -> None:
-    """Both or neither: where there are as many queries as keys, one stands for both."""
+    """Check bounds of packed sequences. There may be one for both if there are as many queries as keys."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
     if block_table is not None:

@@ -21,7 +21,7 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
 
 COUNTERS = Buffer.rows((2,), torch.int32)
-"""By these programs take tiles on Hopper: one for each kernel of the backward, the first for the forward."""
+"""Counters of the tiles that programs take on Hopper: two for kernels of the backward, the first for a forward."""
 
 
 # ----------------------------------------------------------------------------------------------------------

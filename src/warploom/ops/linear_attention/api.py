@@ -162,7 +162,7 @@ def longest_of(cu_seqlens: Tensor | None) -> int | None:
 
 
 def _axes(inputs: LinearInputs, options: tuple[object, ...]) -> Axes:
-    """Batch entries, but those of packed sequences, and heads."""
+    """Returns the axes that calls are sharded over: batch entries, if not packed, and heads."""
     theta, decay, offsets = inputs.theta, inputs.decay, inputs.offsets
     states = "bh.." if inputs.cu_seqlens is None else ".h.."
     of_theta = "h." if theta is not None and theta.dim() == 2 else "."

@@ -1,4 +1,4 @@
-"""What tests and bench know of linear attention: cases, inputs, providers, operations and bytes."""
+"""Linear attention for tests and bench: cases, inputs, providers, operations and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of a case.
+    """Returns the inputs of a case.
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``value_dim`` (by default head_dim), ``encoding``; ``theta``
     (``per_head``, ``shared`` or ``vector``), ``frequencies`` (its length, by default one per angle),
@@ -166,7 +166,7 @@ def _quick(device: str) -> list[Case]:
 
 
 def _published(device: str) -> list[Case]:
-    """Sizes of the tables of flash-linear-attention and cuLA, and one of them without decays."""
+    """Returns the cases of the tables of flash-linear-attention and cuLA, and one of them without decays."""
     if device != "cuda":
         return _quick(device)
     sizes = [(1, 8192, 96, 128), (1, 16384, 64, 128), (2, 8192, 64, 128), (2, 16384, 64, 128), (4, 2048, 16, 64)]
@@ -177,7 +177,7 @@ def _published(device: str) -> list[Case]:
 
 
 def _layer(device: str) -> list[Case]:
-    """What `nn.LinearAttention` calls in training: activated queries and keys, frequencies of every head."""
+    """Returns the calls of `nn.LinearAttention` in training: activations, and frequencies of every head."""
     more: dict[str, Any] = {"activation": "silu", "theta": "per_head", "theta_gradient": True, "decay": "head"}
     if device != "cuda":
         return [_ON_CPU | more | {"n": 128}]
@@ -200,7 +200,7 @@ def _quick_decode(device: str) -> list[Case]:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Every tensor moved once, a state too where there is one; operations of chunks of 64 tokens."""
+    """Returns the bytes of every tensor, states included, moved once, and the operations of chunks of 64 tokens."""
     rows, values = case["batch"] * case["n"] * case["heads"], case.get("value_dim", case["head_dim"])
     features = case["head_dim"] * (2 if case.get("encoding") == "cosine" else 1)
     itemsize = getattr(torch, case["dtype"]).itemsize

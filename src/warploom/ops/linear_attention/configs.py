@@ -28,9 +28,9 @@ HOPPER = {
     "head": {"product": Encoder(4, 128, 0), "keys": Encoder(4, 72, 208)},
     "token": {"product": Encoder(8, 64, 0), "keys": Encoder(4, 72, 208)},
 }
-"""By decay and kernel. Spills cost much: with 8 registers fewer for groups the keys take half as long again."""
+"""Encoders by decay and kernel. With 8 registers fewer for groups they spill: keys take half as long again."""
 PARTS = Encoder(4, 88, 208)
-"""Of the kernel whose states of cosines and sines are transposed, with any decay."""
+"""The encoder of the kernel whose states of cosines and sines are transposed, with any decay."""
 
 
 def encoder_of(kernel: str, decay: str) -> Encoder:

@@ -37,8 +37,8 @@ class Continuation(NamedTuple):
     """Arguments of a call whose tokens go on with a sequence of which others hold the rest."""
 
     carry: Callable[[Tensor], Tensor]
-    """From the state (S, H, F, E) that tokens would leave behind if none were before them to the state before them,
-    in float32 without gaps. In the backward states are their gradients, and directions the other way."""
+    """A function from the state (S, H, F, E) that these tokens alone would leave to the state before them: float32
+    without gaps. In the backward states are their gradients, and directions the other way."""
     states: Tensor
     """Memory for states, of `most_slots`. The forward leaves the states before chunks here, for the backward."""
 
@@ -221,7 +221,7 @@ class LinearBackward(NamedTuple):
     value: ProductPlan | None
     pair: Launch | None  # gradients of keys and values by one kernel
     turned: tuple[bool, bool] | None
-    """Where LRPE's kernel turns gradients of encoded rows back: whether those of queries and of keys are wanted."""
+    """Two flags: a kernel of LRPE forms the gradients of queries, and of keys, from those of encoded rows."""
     decays: DecayGradient | None
     theta_sums: ThetaSums | None
 

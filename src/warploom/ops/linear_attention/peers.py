@@ -1,4 +1,4 @@
-"""What else computes linear attention with positions: plain PyTorch in chunks, and flash-linear-attention.
+"""Other implementations of linear attention with positions: plain PyTorch in chunks, and flash-linear-attention.
 
 Nothing here runs a kernel of ours, so that records of these providers outlast a change to one.
 """
@@ -19,7 +19,7 @@ Provider = Callable[..., Outputs]
 
 
 def _fla(case: Case) -> Provider:
-    """The package's kernel for chunks, with its rotary encoding of queries and keys in memory first."""
+    """Returns the package's kernel for chunks, with its rotary encoding of queries and keys in memory first."""
     need_cuda("the package")
     if case["encoding"] == "cosine" or case.get("activation", "none") != "none" or case["n"] == 1:
         raise Unsupported("it has rotations alone, and no activation")

@@ -37,7 +37,7 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and (S, H, F, E)].
+    """Returns ``o_t = scale · φ(q_t)ᵀ S_t`` with ``S_t = λ_t S_{t−1} + φ(k_t) v_tᵀ``: (B, N, H, E) [and S].
 
     Packed sequences are computed as a batch of sequences of the ``longest`` length, of all rows if it is not known.
     """
@@ -74,7 +74,7 @@ def features(
     x: Tensor, *, theta: Tensor | None, encoding: str, activation: str, interleaved: bool, offset: int | Tensor,
     cu_seqlens: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """``φ(x)`` in the dtype of ``x``: (B, N, H, D) to (B, N, H, F)."""
+    """Returns ``φ(x)`` in the dtype of ``x``: (B, N, H, D) to (B, N, H, F)."""
     if encoding == "none" or theta is None:
         return lrpe.activate(x, activation, None).to(x.dtype)
     if encoding == "cosine":
@@ -85,7 +85,7 @@ def features(
 
 
 def recurrence(queries: Tensor, keys: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, a token at a time, of encoded queries and keys (B, N, H, F).
+    """Computes the definition, a token at a time, on encoded queries and keys (B, N, H, F).
 
     ``g`` (B, N, H) are logarithms of decays, and ``state`` (B, H, F, E) is that before the first token. Outputs
     (B, N, H, E), over the scale, and the state after the last token.
@@ -98,14 +98,14 @@ def recurrence(queries: Tensor, keys: Tensor, v: Tensor, g: Tensor, state: Tenso
 
 
 def _factor(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor of a matrix product as the dtype of the inputs holds it."""
+    """Returns a factor of a matrix product as the dtype of the inputs holds it."""
     return x.to(dtype).to(x.dtype)
 
 
 def _in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, factors: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Outputs over the scale, and the last state.
+    """Returns the outputs divided by the scale, and the last state.
 
     Within a chunk every pair of tokens is taken; what came before it is in its first state, all of which are made
     of the chunks' own sums at once.
@@ -135,7 +135,7 @@ def _in_chunks(
 
 
 def _decays_over(g: Tensor) -> Tensor:
-    """The decay over ``s ≤ … ≤ t`` of logarithms (…, T), for all ``s`` and ``t``: (…, T + 1, T).
+    """Returns the decay over ``s ≤ … ≤ t`` of logarithms (…, T), for all ``s`` and ``t``: (…, T + 1, T).
 
     It is 1 where ``s = t + 1``, which is no token, and 0 where ``s`` is larger. Every sum begins with its own first
     token, so a strong decay leaves no rounding behind, and its gradient is a sum over the ways across it.
@@ -148,7 +148,7 @@ def _decays_over(g: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, count: int) -> Tensor:
-    """Tokens (B, N, H, F) in so many chunks (B, C, T, H, F), with zeros behind them."""
+    """Returns tokens (B, N, H, F) in so many chunks (B, C, T, H, F), with zeros behind them."""
     _, tokens, heads, features = x.shape
     padding = (count * CHUNK - tokens) * heads * features
     # Along one axis: of more, a compiler for any length mistakes the memory order of the gradient.

@@ -21,7 +21,7 @@ Encoding = Literal["none", "rotate", "cosine"]
 Activation = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 256
-"""Of an encoded query or key, and of a value, that the kernels hold on chip at once."""
+"""Features of an encoded query or key, and of a value, that the kernels hold on chip at once."""
 MAX_TOKENS = 2**31 - 2**12
 """Tokens of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
 SCALES = (2.0**-60, 2.0**60)

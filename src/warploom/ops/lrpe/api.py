@@ -195,7 +195,7 @@ def _run_reference(inputs: LrpeInputs, offset: int, call: ValidatedCall, _: str)
 
 
 def _axes(inputs: LrpeInputs, options: tuple[Any, ...]) -> Axes:
-    """Batch entries, heads, and tokens whose positions are counted from the first, or given one by one."""
+    """Returns the axes that calls are sharded over: batch entries, heads, and tokens with positions."""
     x, theta, ids, offsets = inputs.x, inputs.theta, inputs.position_ids, inputs.offsets
     _, grid, prefix, activation = options
     plain = grid is None and prefix == 0 and inputs.cu_seqlens is None and activation != "softmax_sequence"

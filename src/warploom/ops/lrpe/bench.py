@@ -1,4 +1,4 @@
-"""What tests and bench know of LRPE: cases, inputs, providers, and the fewest bytes a case must move."""
+"""LRPE for tests and bench: cases, inputs, providers, and the fewest bytes a case must move."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *, paired: bool) -> Inputs:
-    """Inputs of a case.
+    """Returns the inputs of a case.
 
     Keys: ``batch, n, heads`` (0 for a three-dimensional x), ``head_dim, dtype``; ``theta`` (``per_head``,
     ``shared`` or ``vector``), ``frequencies`` (its length, by default one per angle), ``theta_dtype``,
@@ -262,7 +262,7 @@ _LENGTHS = {"quick": _quick, "published": _published, "theta": _theta}
 def _bench(
     operator: Operator, name: str, suites: Any, title: str, providers: Any = None, compiled: bool = False
 ) -> Bench:
-    """A bench, in whose quick suite a peer is compiled or not."""
+    """Returns a bench, in whose quick suite a peer is compiled or not."""
     return Bench(
         name=name,
         operator=operator,

@@ -1,4 +1,4 @@
-"""What else computes LRPE: plain PyTorch, compiled and with tables, and other libraries' RoPE.
+"""Other implementations of LRPE: plain PyTorch, compiled and with tables, and other libraries' RoPE.
 
 Nothing here runs a kernel of ours, so that records of these providers outlast a change to one.
 """
@@ -20,7 +20,7 @@ Provider = Callable[..., Tensor]
 
 
 def plain(kind: str) -> Provider:
-    """What a careful user writes in PyTorch: float32 angles, computed anew in every call."""
+    """Returns LRPE as a careful user writes it in PyTorch: float32 angles, computed anew in every call."""
 
     def encode(x: Tensor, theta: Tensor, activation: str, grid: Any = None, prefix: int = 0) -> Tensor:
         s = reference.coordinates(x, grid, prefix, 0, None, None).float()
@@ -32,7 +32,7 @@ def plain(kind: str) -> Provider:
 
 
 def _compiled_cache(kind: str, case: Case) -> Provider:
-    """The compiler's best chance: angles' cosines and sines from a float32 table made once, outside the timing."""
+    """Returns the compiled form with cosines and sines from a float32 table, made once, outside the timing."""
     if case.get("theta_gradient"):
         raise Unsupported("a table of cosines has no gradient for theta")
 
@@ -59,7 +59,7 @@ def _compiled_cache(kind: str, case: Case) -> Provider:
 
 
 def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
-    """Builders by name, for ``cosine`` or ``rotate``."""
+    """Returns builders by name, for ``cosine`` or ``rotate``."""
     return {
         "torch": lambda case: plain(kind),
         "torch_compile": lambda case: compile_at_best(plain(kind)),
@@ -72,13 +72,13 @@ def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
 
 
 def _table(x: Tensor, theta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (N, F) for frequencies (F,)."""
+    """Returns cosines and sines (N, F) for frequencies (F,)."""
     phi = torch.outer(torch.arange(x.shape[1], device=x.device).double(), theta.double())
     return phi.cos().to(dtype), phi.sin().to(dtype)
 
 
 def _rotary(package: str, module: str, name: str, case: Case) -> Provider:
-    """A function of x and of tables in its dtype, which is what the package's own module keeps."""
+    """Returns a function of x and of tables in its dtype, which is what the package's own module keeps."""
     need_cuda("the package")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -96,7 +96,7 @@ def _rotary(package: str, module: str, name: str, case: Case) -> Provider:
 
 
 def _liger(case: Case) -> Provider:
-    """Liger-Kernel, with float32 tables. It turns queries and keys at once, which here are the halves of the batch.
+    """Returns Liger-Kernel's RoPE with float32 tables. It rotates queries and keys at once: halves of the batch.
 
     And it overwrites them. What it is given are copies of x and of its gradient, made once: the first result is
     theirs, later ones are turned further, in the same time.

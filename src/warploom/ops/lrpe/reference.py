@@ -25,7 +25,7 @@ def lrpe_cosine(
     cu_seqlens: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    """``[x̄ cos φ, x̄ sin φ]``: (B, N, H, D) to (B, N, H, 2·D).
+    """Returns ``[x̄ cos φ, x̄ sin φ]``: (B, N, H, D) to (B, N, H, 2·D).
 
     ``theta`` has E frequencies for each of k axes, at most ``⌈D/k⌉``: cut to D, angles lose less than one an axis.
     """
@@ -45,14 +45,14 @@ def lrpe_rotate(
     activation: str = "none",
     interleaved: bool = False,
 ) -> Tensor:
-    """Pairs of features turned by φ: (B, N, H, D) to (B, N, H, D). ``theta`` as in `lrpe_cosine`, D/2 for D."""
+    """Returns pairs of features rotated by φ: (B, N, H, D). ``theta`` is as in `lrpe_cosine`, with D/2 for D."""
     s = coordinates(x, grid, prefix, offset, position_ids, cu_seqlens)
     phi = angles(s.double(), theta.double(), x.shape[-1] // 2)
     return encode_rotate(x, phi, activation, cu_seqlens, interleaved)
 
 
 def encode_cosine(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
-    """``[x̄ cos φ, x̄ sin φ]`` for given angles (1 or B, N, 1 or H, D)."""
+    """Returns ``[x̄ cos φ, x̄ sin φ]`` for given angles (1 or B, N, 1 or H, D)."""
     value = activate(_with_heads(x), activation, cu_seqlens)
     cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
     out = without_tail(torch.cat((value * cosine, value * sine), dim=-1).to(x.dtype), cu_seqlens)
@@ -60,7 +60,7 @@ def encode_cosine(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
 
 
 def encode_rotate(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | None, interleaved: bool) -> Tensor:
-    """Pairs of features turned by given angles (1 or B, N, 1 or H, D / 2)."""
+    """Returns pairs of features rotated by given angles (1 or B, N, 1 or H, D / 2)."""
     value = activate(_with_heads(x), activation, cu_seqlens)
     cosine, sine = phi.cos().to(value.dtype), phi.sin().to(value.dtype)
     if interleaved:
@@ -74,7 +74,7 @@ def encode_rotate(x: Tensor, phi: Tensor, activation: str, cu_seqlens: Tensor | 
 
 
 def angles(s: Tensor, theta: Tensor, features: int) -> Tensor:
-    """φ from coordinates (1 or B, N, k): (1 or B, N, 1 or H, features); zero where a feature is not rotated."""
+    """Returns φ of coordinates (1 or B, N, k): (1 or B, N, 1 or H, features); 0 where a feature is not rotated."""
     frequency = theta if theta.dim() == 2 else theta[None]  # (1 or H, E)
     phi = s[:, :, None, :, None] * frequency[None, None, :, None, :]  # (1 or B, N, 1 or H, k, E)
     phi = phi.flatten(-2)[..., :features]
@@ -89,7 +89,7 @@ def coordinates(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Integer coordinates of every token: (1 or B, N, k)."""
+    """Returns integer coordinates of every token: (1 or B, N, k)."""
     length = x.shape[1]
     if position_ids is not None:
         s = position_ids if position_ids.dim() > 1 else position_ids[None]
@@ -110,12 +110,12 @@ def coordinates(
 
 
 def sequence_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The packed sequence that each token belongs to, (N,): behind the last it is their number."""
+    """Returns the packed sequence that each token belongs to, (N,): behind the last it is their number."""
     return torch.searchsorted(cu_seqlens.to(index.dtype), index, right=True) - 1
 
 
 def sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Rows of packed sequences, as a batch, and places in that batch of rows: ``(S, L)`` and ``(N,)``.
+    """Returns rows of packed sequences, as a batch, and places in that batch of rows: ``(S, L)`` and ``(N,)``.
 
     ``N`` stands for no row and ``S · L`` for no place, as of rows behind the last sequence.
     """
@@ -132,12 +132,12 @@ def sequence_rows(tokens: int, cu_seqlens: Tensor, longest: int) -> tuple[Tensor
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of ``x`` (N, …), and zeros for row ``N``."""
+    """Returns rows of ``x`` (N, …), and zeros for row ``N``."""
     return torch.cat((x, x.new_zeros((1, *x.shape[1:]))))[rows]
 
 
 def without_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``x`` (B, N, H, D) with zeros, and no gradient, in the rows behind the last packed sequence."""
+    """Returns ``x`` (B, N, H, D) with zeros, and no gradient, in the rows behind the last packed sequence."""
     if cu_seqlens is None:
         return x
     tail = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
@@ -145,7 +145,7 @@ def without_tail(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def activate(x: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
-    """x̄ in float32, or float64 when ``x`` is."""
+    """Returns x̄ in float32, or float64 when ``x`` is."""
     x = without_tail(x, cu_seqlens)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     match activation:
@@ -166,7 +166,7 @@ def activate(x: Tensor, activation: str, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _packed_softmax(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Softmax over the tokens of each packed sequence; ``x`` is (1, N, H, D)."""
+    """Returns softmax over the tokens of each packed sequence; ``x`` is (1, N, H, D)."""
     index = torch.arange(x.shape[1], device=x.device)
     sequence = sequence_of(index, cu_seqlens)
     statistics = (cu_seqlens.numel(), *x.shape[2:])  # the last of rows behind all sequences

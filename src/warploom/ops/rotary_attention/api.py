@@ -42,7 +42,7 @@ def _run_reference(*_: Any) -> Any:
 
 
 def _axes(*_: Any) -> Axes:
-    """Batch entries; heads of queries, keys and values lie side by side on one axis."""
+    """Returns the axes that calls are sharded over: batch entries. Heads of q, k and v share an axis."""
     return Axes(("b...", ".."), ("b...",))
 
 

@@ -73,7 +73,7 @@ def _like(x: Tensor) -> Buffer:
 
 
 class Part(NamedTuple):
-    """Where some of a tensor's heads are. A kernel is told strides beforehand, so the first heads need no view."""
+    """A part of a tensor's heads. A kernel is told strides beforehand, so the first heads need no view."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

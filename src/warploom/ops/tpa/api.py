@@ -232,7 +232,7 @@ def _decode_in_torch(inputs: DecodeInputs, _: int, call: ValidatedCall, backend:
 
 
 def _axes(of_lengths: str, inputs: AttentionInputs | DecodeInputs, options: tuple[Any, ...]) -> Axes:
-    """Batch entries, but those of packed sequences, and heads, which the feature factors do not have."""
+    """Returns the axes that calls are sharded over: batch entries, if not packed, and heads."""
     queries = "b.h." if inputs.aq is None else "b..."
     return Axes(("b.h.", "b.h.", "b.h.", queries, "b...", "b...", of_lengths), ("b.h.",))
 

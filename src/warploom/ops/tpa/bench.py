@@ -1,4 +1,4 @@
-"""What tests and bench know of tensor-product attention: cases, inputs, providers, fewest bytes and operations."""
+"""Tensor-product attention for tests and bench: cases, inputs, providers, fewest bytes and operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def _factors(case: Case, tokens: int, keys: int, device: torch.device, generator: torch.Generator) -> Inputs:
-    """The six factors.
+    """Returns the six factors.
 
     Keys of the case: ``batch, heads, head_dim, dtype``; ``rank`` of the queries, 0 for whole queries; ``kv_rank``
     (1), and ``v_rank`` where that of the values differs; ``value_dim`` (``head_dim``); ``layout`` (``bhn`` for
@@ -57,7 +57,7 @@ def _options(case: Case) -> Inputs:
 
 
 def decode_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of a decode case: those of `_factors`, ``m`` cache entries, ``tokens`` new ones (1).
+    """Returns the inputs of a decode case: those of `_factors`, ``m`` cache entries, ``tokens`` new ones (1).
 
     Further keys: ``seqused_k`` (``random``, or a list), ``strategy`` and the scales.
     """
@@ -71,7 +71,7 @@ def decode_inputs(case: Case, device: torch.device, generator: torch.Generator) 
 
 
 def attention_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Inputs of an attention case: those of `_factors`, ``n`` queries and ``m`` keys (as many).
+    """Returns the inputs of an attention case: those of `_factors`, ``n`` queries and ``m`` keys (as many).
 
     Further keys: ``cu_seqlens``, ``causal`` and the scales.
     """
@@ -138,12 +138,12 @@ _ATTENTION_CHECKS: tuple[dict[str, Any], ...] = (
 
 
 def decode_definition(*, strategy: str = "auto", **inputs: Any) -> Tensor:
-    """The reference, to which a strategy makes no difference."""
+    """Computes the reference, for any strategy."""
     return _entry_by_entry(reference.tpa_decode, inputs)
 
 
 def _entry_by_entry(function: Provider, inputs: Inputs) -> Tensor:
-    """``function(**inputs)``, one batch entry after another: float64 keys and values fit for one, not for all."""
+    """Returns ``function(**inputs)``, one batch entry at a time: float64 keys and values of all do not fit."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     batch = len(next(iter(tensors.values())))
     if batch <= 1:
@@ -228,7 +228,7 @@ _DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
 
 
 def _attention_cases(device: str, lengths: Sequence[int], models: Sequence[tuple[int, int, int]]) -> list[Case]:
-    """``models``: heads, rank of the queries, rank of keys and values."""
+    """Returns cases for ``models``: heads, rank of the queries, rank of keys and values."""
     shape = {"batch": 1, "head_dim": 128, "dtype": "bfloat16"}
     if device != "cuda":
         shape, lengths, models = {"batch": 1, "head_dim": 32, "dtype": "float32"}, (128, 256), [(4, 6, 2)]
@@ -248,7 +248,7 @@ _ATTENTION_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
 
 
 def decode_traffic(case: Case, mode: str) -> Traffic:
-    """Every factor of the cache read once; the few bytes of queries and output with them."""
+    """Returns the bytes of every factor of the cache, read once, and of queries and output, which are few."""
     batch, heads, features, rank = (case[key] for key in ("batch", "heads", "head_dim", "rank"))
     size = getattr(torch, case["dtype"]).itemsize
     kv = 2 * case["m"] * case.get("kv_rank", 1) * (heads + features)
@@ -257,7 +257,7 @@ def decode_traffic(case: Case, mode: str) -> Traffic:
 
 
 def attention_traffic(case: Case, mode: str) -> Traffic:
-    """The operations of attention on whole keys and values, and the fewest bytes, gradients of factors included."""
+    """Returns the operations of attention on whole keys and values, and the fewest bytes, with gradients."""
     batch, n, heads, features, rank = (case[key] for key in ("batch", "n", "heads", "head_dim", "rank"))
     size = getattr(torch, case["dtype"]).itemsize
     factors = batch * n * (rank + 2 * case["kv_rank"]) * (heads + features) * size

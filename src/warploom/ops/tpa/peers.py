@@ -1,4 +1,4 @@
-"""What else computes tensor-product attention, and what else decodes: plain PyTorch, on factors and on whole keys.
+"""Other implementations of tensor-product attention and of decoding: plain PyTorch, on factors and on whole keys.
 
 Nothing here runs a kernel of ours, so that records of these providers outlast a change to one.
 """
@@ -25,7 +25,7 @@ Provider = Callable[..., Tensor]
 def naive_decode(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
 ) -> Tensor:
-    """What a careful user writes first: queries, keys and values formed in the dtype of the factors."""
+    """Decode as one writes it first: queries, keys and values are formed in the dtype of the factors."""
     q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -38,7 +38,7 @@ def _formed(a: Tensor, b: Tensor) -> Tensor:
 def factored_decode(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
 ) -> Tensor:
-    """What a careful user writes next: one new token on the factors, matrix products in their dtype."""
+    """Decode as one writes it next: one new token on the factors, by matrix products in their dtype."""
     (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
     batch, keys, heads, rank_k = ak.shape
     rank_v, values = bv.shape[2:]
@@ -53,7 +53,7 @@ def factored_decode(
 def naive_attention(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = False
 ) -> Tensor:
-    """Queries, keys and values formed in memory, then PyTorch's fused attention."""
+    """Form queries, keys and values in memory, then call PyTorch's fused attention."""
     q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
@@ -78,7 +78,7 @@ _TRIALS = 5
 
 
 def whole_cache_inputs(group: int, case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Queries (B, 1, H, D), keys and values (B, M, H / group, D), for a case of `tpa_decode`."""
+    """Returns queries (B, 1, H, D), keys and values (B, M, H / group, D), for a case of `tpa_decode`."""
     batch, heads, features = case["batch"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
     cache = (batch, case["m"], heads // group, features)
@@ -87,13 +87,13 @@ def whole_cache_inputs(group: int, case: Case, device: torch.device, generator: 
 
 
 def whole_cache_traffic(group: int, case: Case, mode: str) -> Traffic:
-    """Keys and values read once; the few bytes of queries and output with them."""
+    """Returns the bytes of keys and values, read once, and of queries and output, which are few."""
     rows = 2 * case["m"] * (case["heads"] // group) + 2 * case["heads"]
     return Traffic(1, 0, case["batch"] * rows * case["head_dim"] * getattr(torch, case["dtype"]).itemsize)
 
 
 def whole_cache_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one token on whole keys and values: one batch entry after another, since they are large."""
+    """Returns attention of one token on whole keys and values, one batch entry at a time: they are large."""
     entries = (_attend(*(t[b : b + 1] for t in (q, k, v))) for b in range(q.shape[0]))
     return torch.cat(list(entries))
 
@@ -106,12 +106,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
-    """PyTorch's fused attention on the cache as it is, with the kernel that PyTorch chooses."""
+    """Returns PyTorch's fused attention on the cache as it is, with the kernel that PyTorch chooses."""
     return _sdpa(None, False, q, k, v)
 
 
 def _sdpa(kernel: str | None, folded: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """With a kernel of PyTorch's. ``folded``: heads that share keys are given as tokens of one head."""
+    """Call a kernel of PyTorch's. ``folded``: heads that share keys are given as tokens of one head."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = list(SDPBackend.__members__.values()) if kernel is None else [getattr(SDPBackend, kernel)]
@@ -125,7 +125,7 @@ def _sdpa(kernel: str | None, folded: bool, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _fastest_sdpa(group: int, case: Case) -> Provider:
-    """Of PyTorch's kernels, and of both ways to share keys, what is fastest on what it is first called with."""
+    """Returns the PyTorch kernel, and the way to share keys, that is fastest on the first call's tensors."""
     kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
     ways = [(kernel, folded) for kernel in kernels for folded in ((False, True) if group > 1 else (False,))]
     chosen: list[Provider] = []
@@ -149,7 +149,7 @@ def _fastest_sdpa(group: int, case: Case) -> Provider:
 
 
 def _milliseconds(function: Provider, *tensors: Tensor) -> float | None:
-    """The median of a few runs on a GPU; None if the kernel cannot run."""
+    """Returns the median milliseconds of a few runs on a GPU; None if the kernel cannot run."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[float] = []
     for _ in range(_TRIALS):

@@ -43,7 +43,7 @@ def tpa_attention(
     cu_seqlens_q: Bounds | None = None,
     cu_seqlens_k: Bounds | None = None,
 ) -> Tensor:
-    """Attention of Q on K and V, which are formed here: (B, N, H, E).
+    """Returns attention of Q on K and V, which are formed here: (B, N, H, E).
 
     Packed sequences, and rows behind the last, are as in `warploom.flash_attention`'s definition.
     """
@@ -79,7 +79,7 @@ def tpa_decode(
     scale_v: float | None = None,
     seqused_k: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
+    """Returns attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if seqused_k is not None:
         ak, bk, av, bv = (only_valid(factor, seqused_k) for factor in (ak, bk, av, bv))
     q = rounded(queries(aq, bq, scale_q), bq.dtype)
@@ -93,37 +93,37 @@ def tpa_decode(
 
 
 def ranked(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors with their rank axis, which may be left out at rank one: (B, M, H, R) and (B, M, R, D)."""
+    """Returns factors with their rank axis, which may be left out at rank one: (B, M, H, R) and (B, M, R, D)."""
     return (a.unsqueeze(-1) if a.dim() == 3 else a), (b.unsqueeze(-2) if b.dim() == 3 else b)
 
 
 def product(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
-    """``scale · A B`` of every token in float32 or better: (B, M, H, D). The scale is 1 / R by default."""
+    """Returns ``scale · A B`` of every token in float32 or better: (B, M, H, D). The scale is 1 / R by default."""
     a, b = ranked(a, b)
     dtype = torch.promote_types(b.dtype, torch.float32)
     return torch.matmul(a.to(dtype), b.to(dtype)) * (1 / a.shape[-1] if scale is None else scale)
 
 
 def queries(aq: Tensor | None, bq: Tensor, scale: float | None) -> Tensor:
-    """Q (B, N, H, D) in float32 or better; ``bq`` is Q itself when there is no ``aq``."""
+    """Returns Q (B, N, H, D) in float32 or better; ``bq`` is Q itself when there is no ``aq``."""
     if aq is not None:
         return product(aq, bq, scale)
     return bq.to(torch.promote_types(bq.dtype, torch.float32)) * (1.0 if scale is None else scale)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` with the bits that ``dtype`` has, in its own dtype."""
+    """Returns ``x`` with the bits that ``dtype`` has, in its own dtype."""
     return x.to(dtype).to(x.dtype)
 
 
 def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as it is; its gradient gets the bits of ``dtype``, as it must to enter a matrix product of that."""
+    """Returns ``x`` as it is; its gradient is rounded to ``dtype``, as it enters a matrix product of that."""
     through = rounded(x, dtype)
     return torch.where(through.isfinite(), through + (x - through).detach(), x)  # which may exceed all its numbers
 
 
 def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out`` as it is; the backward takes the mean that it subtracts from gradients of scores from a rounded one.
+    """Returns ``out`` as it is; its backward forms the mean of gradients of scores from ``out`` in ``dtype``.
 
     That is what a forward leaves for the backward. Where one key has all the weight, gradient and mean cancel, and
     this rounding is most of the error.
@@ -136,7 +136,7 @@ def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def only_valid(factor: Tensor, seqused_k: Tensor) -> Tensor:
-    """Zeros in the place of what lies behind the valid entries of a cache, which may be anything, NaN too."""
+    """Returns a cache with zeros behind its valid entries, where anything may lie, NaN too."""
     entry = torch.arange(factor.shape[1], device=factor.device)
     valid = entry < seqused_k[:, None]
     return torch.where(valid.view(*valid.shape, *[1] * (factor.dim() - 2)), factor, 0)
@@ -148,7 +148,7 @@ def only_valid(factor: Tensor, seqused_k: Tensor) -> Tensor:
 
 
 def visible_in_decode(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The queries are the last N valid entries, and see those before them and themselves.
+    """Returns which keys the queries see: these are the last N valid entries, and see all up to themselves.
 
     More than M valid entries count as M, and fewer than none as none.
     """
@@ -159,7 +159,7 @@ def visible_in_decode(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> tuple[T
 
 
 def visible_in_attention(q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys of the same packed sequence, none ahead if ``causal``; the last query stands at the last key."""
+    """Returns which keys of their packed sequence queries see, none ahead if ``causal``; both end together."""
     tokens, keys = q.shape[1], k.shape[1]
     query = torch.arange(tokens, device=q.device)
     first, last = torch.zeros_like(query), torch.full_like(query, keys)
@@ -180,7 +180,7 @@ def visible_in_attention(q: Tensor, k: Tensor, causal: bool, cu_seqlens: Tensor 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, dtype: torch.dtype, first: Tensor, last: Tensor
 ) -> Tensor:
-    """Softmax attention on formed keys and values, with weights as ``dtype`` has them: (B, N, H, E)."""
+    """Returns softmax attention on formed keys and values, with weights as ``dtype`` has them: (B, N, H, E)."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     keys, values = k.permute(0, 2, 3, 1), v.transpose(1, 2)  # (B, H, D, M), (B, H, M, E)
 
@@ -194,7 +194,7 @@ def attend(
 
 
 def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of the visible keys and the logarithm of their sum (…, N, 1); ``scores`` (…, N, M), bounds (…, N).
+    """Returns the weights of visible keys and their log-sum (…, N, 1); ``scores`` (…, N, M), bounds (…, N).
 
     A query that sees no key has weights of zero, and so is its logarithm.
     """
@@ -210,7 +210,7 @@ def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor
 def _in_blocks(
     block: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, first: Tensor, last: Tensor, keys: int
 ) -> Tensor:
-    """``block(q, first, last)`` for all queries, as many at a time as `BLOCK_SCORES` allows.
+    """Returns ``block(q, first, last)`` for all queries, as many at a time as `BLOCK_SCORES` allows.
 
     Where there are several blocks the backward computes each again, so that one at a time is held there too.
     """

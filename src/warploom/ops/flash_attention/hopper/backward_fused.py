@@ -89,7 +89,7 @@ def clear_unused(tile, used):
 
 @gluon.constexpr_function
 def swapped_layout():
-    """Where a part lies in shared memory for the tensor memory accelerator, by columns as `swap_columns` leaves them."""
+    """The layout of a part in shared memory for the tensor memory accelerator, in columns as `swap_columns` leaves them."""
     columns = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]  # swizzled by 128 bytes, and row 1 is swapped
     return gl.SharedLinearLayout([*columns, *rows, [0, 32]])

@@ -19,18 +19,18 @@ HOPPER = {
     "query": {64: HopperTiles(3, 64, 3), 128: HopperTiles(2, 64, 3), 256: HopperTiles(2, 64, 2)},
     "backward": {64: HopperTiles(2, 128, 2), 128: HopperTiles(2, 64, 2)},
 }
-"""By features of a tile; measured on an H200 (see the engineering notes).
+"""Tiles by features; measured on an H200 (see the engineering notes).
 
 For the gradient of queries with 256 features there is one stage less of values."""
 
 HOPPER_IN_PIECES = {"forward": HopperTiles(2, 128, 2), "key": HopperTiles(1, 64, 3), "query": HopperTiles(2, 64, 3)}
-"""With queries and keys of 192 features and values of 128."""
+"""Tiles with queries and keys of 192 features and values of 128."""
 
 HOPPER_PARTS = {64: 2, 128: 1}
 """Buffers in which the backward's sums of a group leave, by features."""
 
 HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
-"""With 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave
+"""Tiles with 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave
 too many multiprocessors idle in the last wave of a full attention."""
 
 HOPPER_TERMS = {

@@ -47,7 +47,7 @@ class Copy(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where rows are, on the device."""
+    """Places of rows, on the device."""
 
     units_q: Tensor
     units_k: Tensor
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
     units: Launch
 
     def places(self, mask: MaskSpec, near: Tensor) -> Places:
-        """Where rows are."""
+        """Returns the places of rows."""
         places = Places(*(table.empty(near) for table in self.tables))
         self.units(mask.cu_seqlens_q, mask.cu_seqlens_k, *places)
         return places
@@ -105,7 +105,7 @@ def spread_rows(rows: int, sequences: int) -> int:
 
 
 def plan(call: Call) -> Spread:
-    """Where the rows of a call are spread to."""
+    """Places that the rows of a call are spread to."""
     mask, shape = call.mask, call.shape
     cu_q: Any = mask.cu_seqlens_q
     cu_k: Any = mask.cu_seqlens_k

@@ -37,7 +37,7 @@ class SplitStrides(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where a result goes: through buffers and a descriptor, or from registers to its part."""
+    """The target of a result: through buffers and a descriptor, or from registers to its part."""
 
     out: gl.tensor  # a descriptor, or the address of the parts
     tiles: gl.shared_memory_descriptor | None  # buffers, unless it goes from registers

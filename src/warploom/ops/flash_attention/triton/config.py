@@ -64,10 +64,10 @@ TINY = {
     "key": Configuration(128, 16, 4, 2, whole=True),
     "query": Configuration(16, 128, 4, 2, whole=True),
 }
-"""With 16 bits. The backward is of 128 features; of fewer it has a kernel of its own (`SMALL_BACKWARD`)."""
+"""Tiles with 16 bits. The backward is of 128 features; for fewer there is a kernel of its own (`SMALL_BACKWARD`)."""
 
 SMALL_3_TERM = {"key": Configuration(32, 32, 4, 2), "query": Configuration(64, 32, 4, 2)}
-"""With 64 features."""
+"""Tiles with 64 features and three terms."""
 
 DECODE: dict[tuple[str, int], tuple[tuple[int, int, int, int] | None, ...]] = {
     ("16-bit", 16): ((32, 4, 3, 4), (32, 4, 3, 4), (16, 4, 4, 4), (16, 4, 3, 4), (32, 4, 3, 1)),
@@ -106,7 +106,7 @@ class WarpTiles(NamedTuple):
 
 
 SMALL_BACKWARD = {16: WarpTiles(4, 64, 2), 32: WarpTiles(4, 64, 2), 64: WarpTiles(4, 32, 3)}
-"""By features; measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
+"""Tiles by features, measured on an H200 with bfloat16. Gradients of longer rows do not fit in a warp's registers."""
 
 
 LONG: dict[str, dict[str, dict[int, int]]] = {

@@ -207,7 +207,7 @@ class Terms(NamedTuple):
         return tuple(None if all is None else all.empty(near) for all in self.all)
 
     def __call__(self, *tensors: Tensor | None, into: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """The terms (TERMS, …) of each of q, k, v and grad that is given, written into what `empty` returned."""
+        """Write the terms (TERMS, …) of those of q, k, v and grad that are given into what `empty` returned."""
         self.launch(*tensors, *into)
         return tuple(x for x in into if x is not None)
 

@@ -62,7 +62,7 @@ class TritonConfig(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees, as `TritonConfig` says."""
+    """Bounds of the keys that a query sees; `TritonConfig` says which of them count."""
 
     keys: tl.int32
     left: tl.int32

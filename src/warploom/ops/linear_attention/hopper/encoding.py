@@ -1,4 +1,4 @@
-"""What warps of a product share: tiles and their barriers, angles, decays, encoded tiles, and states in registers."""
+"""Things that the warps of a product share: tiles and their barriers, angles, decays, encoded tiles, and states in registers."""
 
 from __future__ import annotations
 
@@ -417,7 +417,7 @@ def form_decays_between(
     call, sums, form: gl.constexpr, REVERSE: gl.constexpr, PAIRS: gl.constexpr, begin: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """Decays (BLOCK_T, COUNT) between tokens and those from ``begin`` on, times the scale.
+    """Returns decays (BLOCK_T, COUNT) between tokens and those from ``begin`` on, times the scale.
 
     They are zero where the row's token does not see the column's.
     """

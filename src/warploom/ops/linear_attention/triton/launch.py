@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 State = Tensor | Buffer | None
 
 _STATE_VEC = 4
-"""By which strides of states are divided where they can be: 16 bytes of float32."""
+"""The number that strides of states are divided by where they can be: 16 bytes of float32."""
 _SCAN_BLOCK = 1024
 _SCAN_AHEAD = 8
 """States of which a scan has the loads under way together."""

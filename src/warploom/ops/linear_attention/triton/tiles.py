@@ -79,7 +79,7 @@ class LinearConfig(NamedTuple):
 
 
 class ChunkPlace(NamedTuple):
-    """Where a program stands."""
+    """The tile that a program takes."""
 
     b: tl.tensor  # batch entry
     h: tl.tensor  # head
@@ -348,7 +348,7 @@ def clamp_decay(g):
 
 @triton.jit
 def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
-    """Sums (T,) of a tile's logarithms of decays up to and with each token, and behind it; of all; and `split_decays`.
+    """Returns sums of a tile's logarithms of decays: (T,) up to and with each token, behind it, of all; and `split_decays`.
 
     The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
     """
@@ -382,7 +382,7 @@ def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
 
 @triton.jit
 def split_decays(g):
-    """Sums (T,) of the whole numbers in logarithms of decays up to and with each token, and of what these leave.
+    """Returns sums (T,) up to and with each token of the whole numbers in logarithms of decays, and of the fractions.
 
     The first are exact. So are their differences: strong decays leave no rounding in the sums of the weak ones behind
     them. Of decays that are all weaker than 1/e the first are 0.
@@ -393,7 +393,7 @@ def split_decays(g):
 
 @triton.jit
 def form_decays_between(parts, REVERSE: tl.constexpr):
-    """Sums (T, T) of logarithms of decays from the column's token to the row's, or the other way if ``REVERSE``."""
+    """Returns sums (T, T) of logarithms of decays from the column's token to the row's; the other way if ``REVERSE``."""
     between = parts[0][None, :] - parts[0][:, None] if REVERSE else parts[0][:, None] - parts[0][None, :]
     if len(parts) > 1:
         between += parts[1][None, :] - parts[1][:, None] if REVERSE else parts[1][:, None] - parts[1][None, :]

@@ -174,7 +174,7 @@ def reduce_kernel(
     AXES: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums (parts, heads, F) over parts, and over the axes of a grid, which share frequencies: (heads, E)."""
+    """Sum (parts, heads, F) over parts, and over the axes of a grid, which share frequencies: (heads, E)."""
     if PDL:
         gdc_wait()
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
