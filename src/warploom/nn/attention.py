@@ -15,7 +15,7 @@ from warploom.nn.cache import KVCache
 from warploom.nn.common import check_call, check_sizes, settle_head_dim
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
-from warploom.runtime.arguments import bounds_of_itself, check_one_form
+from warploom.runtime.arguments import bounds_of_itself, check_one_form, first_given
 from warploom.runtime.backend import use_triton
 
 Tensor = torch.Tensor
@@ -163,12 +163,14 @@ class Attention(nn.Module):
         """
         given = {"cu_seqlens": cu_seqlens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         if context is None:
-            given = {"cu_seqlens": bounds_of_itself("Attention", **given)}
+            of_x = of_keys = bounds_of_itself("Attention", **given)
+            given = {"cu_seqlens": of_x}
         else:
             check_one_form("Attention", **given)
+            # With as many queries as keys, the bounds of one stand for both.
+            of_x = first_given(cu_seqlens, cu_seqlens_q, cu_seqlens_k)
+            of_keys = first_given(cu_seqlens, cu_seqlens_k, cu_seqlens_q)
         packed = {name: bounds for name, bounds in given.items() if bounds is not None}
-        bounds: list[Tensor | None] = list(packed.values()) or [None]
-        of_x, of_keys = bounds[0], bounds[-1]
         self._check(x, context, position_ids, cache, of_x)
         start = {"offset": 0 if cache is None else cache.offset, "cu_seqlens": of_x}
         start = start if position_ids is None else {"position_ids": position_ids}

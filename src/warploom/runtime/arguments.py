@@ -58,7 +58,12 @@ def bounds_of_itself(function: str, cu_seqlens: Any, cu_seqlens_q: Any, cu_seqle
     if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q is not cu_seqlens_k:
         expected = "None or the tensor that is cu_seqlens_q: each sequence attends to itself"
         raise fault(ArgumentError, function, "cu_seqlens_k", expected, "another tensor")
-    return next((bounds for bounds in (cu_seqlens, cu_seqlens_q, cu_seqlens_k) if bounds is not None), None)
+    return first_given(cu_seqlens, cu_seqlens_q, cu_seqlens_k)
+
+
+def first_given(*values: Any) -> Any:
+    """Returns the first of these values that is not None, if there is one."""
+    return next((value for value in values if value is not None), None)
 
 
 def as_python(value: Any) -> Any:

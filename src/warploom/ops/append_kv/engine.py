@@ -42,8 +42,10 @@ def plan_append(inputs: AppendInputs, options: AppendOptions) -> AppendPlan:
     k, v, q, k_cache, v_cache, theta, cu_seqlens, seqused_k, table = inputs
     batch, tokens, heads, features = k.shape
     out = None if q is None else layout_of(q, features)
-    queries = (k, k) if q is None or out is None else (q, out)  # the kernel does not look at strides of none
-    layout = layout_for(TokenStrides, k, v, *queries, k_cache, v_cache)
+    tensors = {"k": k, "v": v, "q": q, "out": out, "k_cache": k_cache, "v_cache": v_cache}
+    given = {name: x for name, x in tensors.items() if x is not None}
+    layout = layout_for(TokenStrides, *given.values())
+    strides = dict.fromkeys(tensors, TokenStrides(0, 0, 0, 0)) | dict(zip(given, layout.strides))
     pairs = features // 2
     widest = triton.next_power_of_2(max(features, v.shape[-1]))
     rows = max(TILE_BYTES // (widest * k.element_size()), 1)
@@ -64,7 +66,7 @@ def plan_append(inputs: AppendInputs, options: AppendOptions) -> AppendPlan:
             pages=1 if table is None else table.shape[1],
         ),
         strides=AppendStrides(
-            **dict(zip(("k", "v", "q", "out", "k_cache", "v_cache"), layout.strides)),
+            **strides,
             theta=0 if theta is None else theta.stride(-1),
             cu_seqlens=0 if cu_seqlens is None else cu_seqlens.stride(0),
             seqused_k=seqused_k.stride(0),

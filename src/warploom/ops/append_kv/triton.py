@@ -169,6 +169,38 @@ def feature_pointers(rows, stride, FEATURES: tl.constexpr, UNIT: tl.constexpr):
     return rows + (f if UNIT else f * stride)[None, :], (f < FEATURES)[None, :]
 
 
+class Sequences(NamedTuple):
+    """Tensors that say where tokens go."""
+
+    cu_seqlens: tl.tensor | None
+    seqused_k: tl.tensor
+    block_table: tl.tensor | None
+
+
+@triton.jit
+def find_cache_rows(cache, rows, h, sequences, sizes, strides, cache_strides, VEC: tl.constexpr):
+    """Returns pointers (R, 1) to the cache's rows for the heads ``h`` of a tile, a mask (R,) and `TokenPlaces`."""
+    places = find_places(rows, sequences.cu_seqlens, sequences.seqused_k, sizes, strides)
+    row, column, inside = find_slots(places, sequences.block_table, sizes, strides)
+    return rows_at(cache, row, column, h, cache_strides, VEC), inside, places
+
+
+@triton.jit
+def copy_rows(
+    x, cache, rows, h, there, sequences, sizes, strides, x_strides, cache_strides,
+    FEATURES: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of the heads ``h`` that are ``there`` to the cache."""
+    VEC: tl.constexpr = spec.VEC
+    UNIT: tl.constexpr = spec.UNIT
+    x_rows = rows_at(x, rows.b, rows.n, h, x_strides, VEC)
+    ptrs, features = feature_pointers(x_rows, x_strides.f, FEATURES, UNIT)
+    tile = tl.load(ptrs, mask=there[:, None] & features, other=0.0)
+    to, inside, _ = find_cache_rows(cache, rows, h, sequences, sizes, strides, cache_strides, VEC)
+    ptrs, features = feature_pointers(to, cache_strides.f, FEATURES, UNIT)
+    tl.store(ptrs, tile, mask=(inside & there)[:, None] & features)
+
+
 @triton.jit
 def append_kernel(
     k, v, q, k_cache, v_cache, theta, cu_seqlens, seqused_k, block_table, out, sizes: AppendSizes,
@@ -180,7 +212,6 @@ def append_kernel(
     """
     spec: tl.constexpr = config.spec
     VEC: tl.constexpr = spec.VEC
-    UNIT: tl.constexpr = spec.UNIT
     BLOCK_F: tl.constexpr = config.BLOCK_F
     H: tl.constexpr = config.HEADS
     H_BLOCKS: tl.constexpr = (H + config.BLOCK_H - 1) // config.BLOCK_H
@@ -189,24 +220,17 @@ def append_kernel(
     job = tl.program_id(0) % JOBS  # programs of one token are neighbours
     rows = find_rows(tl.program_id(0) // JOBS * config.TOKENS, cu_seqlens, sizes, config)
     within = tl.arange(0, config.TOKENS * config.BLOCK_H) % config.BLOCK_H
+    sequences = Sequences(cu_seqlens, seqused_k, block_table)
     if job < H_BLOCKS:
         h = job * config.BLOCK_H + within
         there = rows.exists & (h < H)
-        k_rows = rows_at(k, rows.b, rows.n, h, strides.k, VEC)
         if theta is None:
             D: tl.constexpr = config.D
-            ptrs, features = feature_pointers(k_rows, strides.k.f, D, UNIT)
-            x = tl.load(ptrs, mask=there[:, None] & features, other=0.0)
-            places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
-            row, column, inside = find_slots(places, block_table, sizes, strides)
-            to = rows_at(k_cache, row, column, h, strides.k_cache, VEC)
-            ptrs, features = feature_pointers(to, strides.k_cache.f, D, UNIT)
-            tl.store(ptrs, x, mask=(inside & there)[:, None] & features)
+            copy_rows(k, k_cache, rows, h, there, sequences, sizes, strides, strides.k, strides.k_cache, D, spec)
         else:
+            k_rows = rows_at(k, rows.b, rows.n, h, strides.k, VEC)
             one, two = load_pair(k_rows, there, strides.k.f, 0, spec, BLOCK_F)
-            places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
-            row, column, inside = find_slots(places, block_table, sizes, strides)
-            to = rows_at(k_cache, row, column, h, strides.k_cache, VEC)
+            to, inside, places = find_cache_rows(k_cache, rows, h, sequences, sizes, strides, strides.k_cache, VEC)
             dtype: tl.constexpr = k_cache.dtype.element_ty
             one, two = rotate_pairs(one, two, places.place, theta, strides.theta, dtype, spec, BLOCK_F)
             store_pair(to, one, two, inside & there, strides.k_cache.f, 0, spec, BLOCK_F)
@@ -214,13 +238,7 @@ def append_kernel(
         h = (job - H_BLOCKS) * config.BLOCK_H + within
         there = rows.exists & (h < H)
         E: tl.constexpr = config.E
-        ptrs, features = feature_pointers(rows_at(v, rows.b, rows.n, h, strides.v, VEC), strides.v.f, E, UNIT)
-        x = tl.load(ptrs, mask=there[:, None] & features, other=0.0)
-        places = find_places(rows, cu_seqlens, seqused_k, sizes, strides)
-        row, column, inside = find_slots(places, block_table, sizes, strides)
-        to = rows_at(v_cache, row, column, h, strides.v_cache, VEC)
-        ptrs, features = feature_pointers(to, strides.v_cache.f, E, UNIT)
-        tl.store(ptrs, x, mask=(inside & there)[:, None] & features)
+        copy_rows(v, v_cache, rows, h, there, sequences, sizes, strides, strides.v, strides.v_cache, E, spec)
     elif q is not None:
         h = (job - 2 * H_BLOCKS) * config.BLOCK_H + within
         there = rows.exists & (h < config.Q_HEADS)
