@@ -115,6 +115,18 @@ def test_bench_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     assert second.err == ""
 
 
+def test_bench_fails_where_no_chosen_provider_has_a_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, toy.make_bench(quantum=toy.impossible, torch=lambda case: toy.reference))
+    words = ["bench", "--device", "cpu", "--no-report", "--mode", "fwd", "--provider"]
+    assert main([*words, "quantum"]) == 1
+    said = "warploom: nothing was measured but the limit; quantum: needs a quantum computer"
+    assert said in capsys.readouterr().err
+    assert main([*words, "limit"]) == 0
+    assert main([*words, "quantum,torch"]) == 0
+
+
 def test_bench_fails_when_our_own_provider_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from warploom.bench.evaluate import Unit
+    from warploom.bench.records import Record
     from warploom.ops.spec import Bench
 
 LOG = "bench.log"
@@ -97,8 +98,8 @@ def _bench(options: argparse.Namespace) -> int:
         print(textwrap.fill(more, width(), subsequent_indent="  ", break_on_hyphens=False))
     if log.exists():
         print(f"log: {log}")
-    if not any(record.ms for record in outcome.records):
-        print("warploom: nothing was measured", file=sys.stderr)
+    if why := _why_nothing(outcome.records):
+        print(f"warploom: {why}", file=sys.stderr)
         return 1
     print(f"records: {output / RECORDS}")
     if report:
@@ -106,6 +107,17 @@ def _bench(options: argparse.Namespace) -> int:
 
         print(f"report: {write_report([output], output / 'report.html')}")
     return int(outcome.failed(chosen, device.type) or outcome.device_lost)
+
+
+def _why_nothing(records: Sequence[Record]) -> str:
+    """Returns the reason if no provider has a time, but for the limit of others; empty if one has."""
+    from warploom.bench.records import LIMIT
+
+    timed = {record.provider for record in records if record.ms}
+    if timed - {LIMIT} or (timed and {record.provider for record in records} == {LIMIT}):
+        return ""
+    reasons = dict.fromkeys(f"{record.provider}: {record.reason}" for record in records if record.reason)
+    return "; ".join(["nothing was measured" + " but the limit" * bool(timed), *reasons])
 
 
 def _how_long(units: Sequence[Unit], device_type: str) -> str:
