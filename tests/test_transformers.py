@@ -547,7 +547,7 @@ def test_rotary_positions_that_it_cannot_turn(monkeypatch: pytest.MonkeyPatch) -
 def test_attention_and_rotary_positions_at_once(name: str, place: str) -> None:
     eager, _ = pair_of(name)
     ours = copy.deepcopy(eager)
-    integration.apply(ours)
+    assert integration.apply(ours) is ours
     integration.apply(ours)  # and again
     assert ours.config._attn_implementation == "warploom"
     assert sum(type(module).__name__ == "PatchedRotary" for module in ours.modules()) == 1

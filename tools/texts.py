@@ -164,7 +164,10 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
     ms, share = (format_number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
     way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
     shape = f"{row.shape}, {way}" if way else row.shape
-    return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *_compared(found)]
+    compared = _compared(found)
+    if not typical and not found.pairs:
+        compared[0] = "its kernels have changed since it was measured"
+    return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *compared]
 
 
 def _has(record: Record, parameters: Mapping[str, Any]) -> bool:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, fault
 from warploom.integrations.transformers.attention import attention
 from warploom.integrations.transformers.masks import Visible, import_masking, mask
 from warploom.integrations.transformers.rotary import patch_rotary, unpatch_rotary
+
+Model = TypeVar("Model")
 
 __all__ = ["Visible", "apply", "patch_rotary", "register", "unpatch_rotary"]
 
@@ -77,7 +79,7 @@ def register(name: str = "warploom") -> None:
     _watch_models()
 
 
-def apply(model: Any, name: str = "warploom") -> None:
+def apply(model: Model, name: str = "warploom") -> Model:
     """Let a model of transformers attend and rotate queries and keys by warploom.
 
     It does `register`, `patch_rotary` and ``model.set_attn_implementation(name)``. To undo it, call
@@ -86,6 +88,9 @@ def apply(model: Any, name: str = "warploom") -> None:
     Args:
         model: A model of transformers. Changed in place.
         name: Name of the implementation, see `register`.
+
+    Returns:
+        The same model.
 
     Raises:
         BackendError: transformers is not installed, or has no interface for attention.
@@ -101,7 +106,7 @@ def apply(model: Any, name: str = "warploom") -> None:
 
         config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=128)
         model = LlamaForCausalLM(config)
-        integration.apply(model)
+        model = integration.apply(model)
         ```
     """
     register(name)
@@ -114,6 +119,7 @@ def apply(model: Any, name: str = "warploom") -> None:
         raise fault(ArgumentError, "apply", "model", expected, type(model).__name__)
     patch_rotary(model)
     model.set_attn_implementation(name)
+    return model
 
 
 _names: set[str] = set()
