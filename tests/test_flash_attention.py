@@ -40,6 +40,7 @@ def test_lengths_of_queries_and_keys(
 @pytest.mark.parametrize("window", [(0, 0), (40, 3), (3, 40), (None, 30), (30, None), (1000, 1000)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows(window: Any, causal: bool, backend: str, device: torch.device) -> None:
+    window = (window[0], None) if causal and window[1] else window
     options = {"window": window, "causal": causal, "return_lse": True, "dtype": torch.bfloat16}
     assert_right(random_inputs(device, 150, 170, batch=1, heads=1, **options), backend)
 

@@ -423,7 +423,8 @@ def _flash_attention(draft: _Draft) -> None:
     draft.switch("causal", compiled=2)
     if draft.flag("window", 0.3, compiled=1):
         bounds = (None, 0, 1, 2, 5, 16, 31, 64, 100, 5000)
-        window = [draft.choice(f"window{side}", bounds) for side in ("left", "right")]
+        later = (None, 0) if draft.options.get("causal") else bounds
+        window = [draft.choice("windowleft", bounds), draft.choice("windowright", later)]
         draft.options["window"] = (list if draft.flag("window.list", 0.2) else tuple)(window)
     draft.optional("float32_precision", (None, None, "highest", "high", "medium"), compiled=1)
     draft.outputs.append((batch, tokens, heads, values))

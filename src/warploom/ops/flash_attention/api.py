@@ -84,7 +84,7 @@ def flash_attention(
             that queries that extend a cache of keys see all of it. For ``N > M`` the first queries see nothing.
         scale: Factor of the inner products, any finite number; ``D^-½`` by default.
         window: ``(left, right)``, each a number of keys ≥ 0 or None for no bound: query ``i`` sees key ``j`` if
-            ``−left ≤ j − (i + M − N) ≤ right``. With ``causal`` both conditions hold.
+            ``−left ≤ j − (i + M − N) ≤ right``. With ``causal``, ``right`` is 0 or None: it sees no later key.
         softcap: Logits ``z = scale · q kᵀ`` become ``softcap · tanh(z / softcap)``; above 0. None for no cap.
         sink: ``(Hq,)``, any float dtype: one more logit in the sum of every row of a head, without a value. It
             takes part in lse, and has a gradient.

@@ -65,6 +65,9 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     for argument, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise fault(DtypeError, name, argument, "a bool", repr(flag))
+    if causal and right:
+        expected = f"of no later keys, ({left}, 0) or ({left}, None), where causal hides them"
+        raise fault(ArgumentError, name, "window", expected, format_value(tuple(window)))
     if causal:
         right = 0
     scale = _checked_scale(scale, q)
@@ -166,7 +169,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool, entries: int | 
         raise fault(ShapeError, NAME, "k", expected, shape_of(k))
     key_heads = k.shape[2]
     if heads != key_heads and (key_heads == 0 or heads % key_heads != 0):
-        raise fault(ShapeError, NAME, "k", f"of Hkv heads such that Hq = {heads} is a multiple", shape_of(k))
+        expected = f"(…, Hkv, D) with Hkv a divisor of Hq = {heads}, the heads of q"
+        raise fault(ShapeError, NAME, "k", expected, shape_of(k))
     if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         expected = f"(B, M, Hkv, E) with B = {k.shape[0]}, M = {k.shape[1]}, Hkv = {key_heads}, E ≥ 1"
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
