@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+from warploom.device.rows import RowSpec, Strides
 from warploom.ops.append_kv.call import AppendInputs, AppendOptions
-from warploom.ops.append_kv.triton import AppendConfig, AppendSizes, AppendStrides, TokenStrides, append_kernel
-from warploom.ops.lrpe.triton.angles import RowSpec
+from warploom.ops.append_kv.triton import AppendConfig, AppendSizes, AppendStrides, append_kernel
 from warploom.runtime.launch import Buffer, Launch
 from warploom.runtime.layout import layout_for
 from warploom.runtime.memory_order import layout_of
@@ -44,8 +44,8 @@ def plan_append(inputs: AppendInputs, options: AppendOptions) -> AppendPlan:
     out = None if q is None else layout_of(q, features)
     tensors = {"k": k, "v": v, "q": q, "out": out, "k_cache": k_cache, "v_cache": v_cache}
     given = {name: x for name, x in tensors.items() if x is not None}
-    layout = layout_for(TokenStrides, *given.values())
-    strides = dict.fromkeys(tensors, TokenStrides(0, 0, 0, 0)) | dict(zip(given, layout.strides))
+    layout = layout_for(Strides, *given.values())
+    strides = dict.fromkeys(tensors, Strides(0, 0, 0, 0)) | dict(zip(given, layout.strides))
     pairs = features // 2
     widest = triton.next_power_of_2(max(features, v.shape[-1]))
     rows = max(TILE_BYTES // (widest * k.element_size()), 1)

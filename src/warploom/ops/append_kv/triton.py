@@ -13,33 +13,23 @@ import triton
 import triton.language as tl
 
 from warploom.device.phase import cos_sin, phase_step
-from warploom.ops.lrpe.triton.angles import RowSpec
-from warploom.ops.lrpe.triton.forward import rotate
-from warploom.ops.lrpe.triton.rows import load_pair, store_pair
+from warploom.device.rotation import rotate
+from warploom.device.rows import RowSpec, Strides, load_pair, store_pair
 
 BOUNDS = tl.constexpr(256)
 """Bounds of sequences that are read at once."""
 LARGEST = tl.constexpr(2**31 - 1)
 
 
-class TokenStrides(NamedTuple):
-    """Strides of a tensor (B, N, H, F); all but that of features come divided by ``VEC`` of `RowSpec`."""
-
-    b: tl.int64
-    n: tl.int64
-    h: tl.int64
-    f: tl.int64
-
-
 class AppendStrides(NamedTuple):
     """Strides of a call's tensors."""
 
-    k: TokenStrides
-    v: TokenStrides
-    q: TokenStrides
-    out: TokenStrides
-    k_cache: TokenStrides
-    v_cache: TokenStrides
+    k: Strides
+    v: Strides
+    q: Strides
+    out: Strides
+    k_cache: Strides
+    v_cache: Strides
     theta: tl.int64
     cu_seqlens: tl.int64
     seqused_k: tl.int64

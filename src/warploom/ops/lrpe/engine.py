@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from warploom.device.rows import RowSpec
 from warploom.ops.lrpe.call import LrpeCall, LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.configs import THETA_WARPS, LrpeTile, tile_of
-from warploom.ops.lrpe.triton.angles import AngleNumbers, Inverses, RowSpec
+from warploom.ops.lrpe.triton.angles import AngleNumbers, Inverses
 from warploom.ops.lrpe.triton.backward import backward_kernel, reduce_kernel
 from warploom.ops.lrpe.triton.forward import forward_kernel
 from warploom.ops.lrpe.triton.rows import LrpeConfig, RowSizes, RowStrides, Split

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.device.rows import Strides
+from warploom.device.rows import RowSpec, Strides
 from warploom.ops.linear_attention.call import PLACES, LinearCall
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
@@ -24,7 +24,6 @@ from warploom.ops.linear_attention.triton.product import ProductConfig, ProductS
 from warploom.ops.linear_attention.triton.states import SumsStrides, scan_kernel, sums_kernel
 from warploom.ops.linear_attention.triton.step import StepStrides, step_kernel
 from warploom.ops.linear_attention.triton.tiles import LinearConfig, LinearSizes, StateScales, StateStrides
-from warploom.ops.lrpe.triton.angles import RowSpec
 from warploom.runtime.build import ALIGNMENT
 from warploom.runtime.launch import Buffer, Launch, architecture, shared_memory
 from warploom.runtime.layout import Layout, layout_for

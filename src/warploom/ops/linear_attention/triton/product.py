@@ -15,9 +15,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.rows import Strides
+from warploom.device.rows import Strides, load_input
 from warploom.ops.linear_attention.triton import tiles
-from warploom.ops.lrpe.triton.rows import load_input
 
 
 class ProductStrides(NamedTuple):

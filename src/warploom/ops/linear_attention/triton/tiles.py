@@ -20,9 +20,8 @@ from warploom.device.activations import activate, exponential, exponential_float
 from warploom.device.packed import sequence_bounds, sequence_of_tile
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
 from warploom.device.product import dot, rounded
-from warploom.ops.lrpe.triton.backward import rotate_backward
-from warploom.ops.lrpe.triton.forward import rotate
-from warploom.ops.lrpe.triton.rows import load_input, store_input
+from warploom.device.rotation import rotate, rotate_backward
+from warploom.device.rows import load_input, store_input
 
 FORGETS = tl.constexpr(-104.0)
 """The least logarithm of a decay that is told from all below it: its power is 0 in float32."""

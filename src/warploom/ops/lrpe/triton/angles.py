@@ -42,18 +42,6 @@ class Inverses(NamedTuple):
     size3: tl.int64
 
 
-class RowSpec(NamedTuple):
-    """Compile-time choices of functions that read, write and turn rows."""
-
-    KIND: str
-    AXES: int  # coordinates of a token
-    VEC: int  # by which strides of x and the results are divided, all but those of features
-    THETA_VEC: int
-    UNIT: bool  # whether features are adjacent
-    F: int  # angles of a head
-    E: int  # frequencies of a head
-
-
 class Angles(NamedTuple):
     """Sources of angles: tensors, the offset, and their numbers."""
 

@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.activations import activate_backward, widen
+from warploom.device.activations import widen
 from warploom.device.packed import is_in_sequence
 from warploom.device.phase import cos_sin
+from warploom.device.rotation import rotate_backward
+from warploom.device.rows import load_input, load_pair, store_input
 from warploom.ops.lrpe.triton.angles import (
     AngleNumbers,
     Angles,
@@ -18,55 +20,14 @@ from warploom.ops.lrpe.triton.angles import (
     load_frequencies,
     token_positions,
 )
-from warploom.ops.lrpe.triton.forward import activate_input
 from warploom.ops.lrpe.triton.rows import (
     RowSizes,
     RowStrides,
     Split,
-    load_input,
-    load_pair,
     row_pointers,
     rows_of,
     split_program,
-    store_input,
 )
-
-
-@triton.jit
-def rotate_pair_back(g1, g2, cosine, sine):
-    """Returns the gradients of both x̄ of a pair. For ``cosine`` the first is that of x̄, and x̄ times the second that of the angle."""
-    d1 = tl.fma(g1, cosine, g2 * sine)
-    d2 = tl.fma(g2, cosine, -(g1 * sine))
-    return d1, d2
-
-
-@triton.jit
-def rotate_backward(
-    x1, x2, g1, g2, cosine, sine,
-    spec: tl.constexpr, ACTIVATION: tl.constexpr, THETA: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """Returns the gradients of both tiles of `load_input` and, if ``THETA``, of the angles; (R, F) each, float32."""
-    d1, d2 = rotate_pair_back(g1, g2, cosine, sine)
-    dphi = d2
-    if ACTIVATION != "none" or THETA:
-        y1, y2, scale = activate_input(x1, x2, spec, ACTIVATION, BLOCK_F)
-        if ACTIVATION == "softmax":  # the sum of y · d is taken beside that of the powers, not after it
-            if spec.KIND == "cosine":
-                mean = tl.sum(y1 * d1, axis=1)[:, None] * scale
-            else:
-                mean = tl.sum(tl.fma(y1, d1, y2 * d2), axis=1)[:, None] * scale
-            y1 *= scale
-            y2 *= scale
-        dphi = y1 * d2 if spec.KIND == "cosine" else tl.fma(y1, d2, -(y2 * d1))
-        if ACTIVATION == "softmax":
-            d1 = y1 * (d1 - mean)
-            if spec.KIND != "cosine":
-                d2 = y2 * (d2 - mean)
-        else:
-            d1 = activate_backward(x1, d1, ACTIVATION)
-            if spec.KIND != "cosine":
-                d2 = activate_backward(x2, d2, ACTIVATION)
-    return d1, d2, dphi
 
 
 @triton.jit

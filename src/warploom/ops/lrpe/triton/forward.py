@@ -5,50 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.device.activations import activate, softmax_pair_parts, softmax_parts, widen
+from warploom.device.activations import widen
 from warploom.device.packed import is_in_sequence
+from warploom.device.rotation import activate_input, rotate
+from warploom.device.rows import load_input, store_pair
 from warploom.ops.lrpe.triton.angles import AngleNumbers, Angles, Inverses, cos_sin_behind_loads
 from warploom.ops.lrpe.triton.rows import (
     RowSizes,
     RowStrides,
     Split,
-    load_input,
     row_pointers,
     rows_of,
     split_program,
-    store_pair,
 )
-
-
-@triton.jit
-def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Returns two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
-    scale = 1.0
-    if ACTIVATION == "softmax":
-        inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
-        x1 = tl.where(inside, x1, float("-inf"))
-        if spec.KIND == "cosine":
-            x1, scale = softmax_parts(x1)
-            x2 = x1
-        else:
-            x1, x2, scale = softmax_pair_parts(x1, tl.where(inside, x2, float("-inf")))
-    else:
-        x1 = activate(x1, ACTIVATION)
-        x2 = activate(x2, ACTIVATION)
-    return x1, x2, scale
-
-
-@triton.jit
-def rotate(x1, x2, cosine, sine, KIND: tl.constexpr):
-    """Returns the pair of results for x̄."""
-    if KIND == "cosine":
-        first = x1 * cosine
-        second = x1 * sine
-    else:
-        # Fused by hand, so that every variant of the kernel gives the same bits.
-        first = tl.fma(x1, cosine, -(x2 * sine))
-        second = tl.fma(x2, cosine, x1 * sine)
-    return first, second
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Rows of LRPE's tiles: which tokens they are, and how they are read and written.
+"""Rows of LRPE's tiles: their tokens, and their addresses.
 
 A tile is (R, F): R rows of F angles each. A program computes the angles of its rows once, for the S
 vectors of ``x`` that share each row's: those along the broadcast axis, which depends on theta. With one frequency
@@ -6,9 +6,6 @@ row per head it is the batch: S runs over the batch and a row is a (token, head)
 for all heads it is the heads: S runs over the heads and a row is a (batch entry, token), tokens fastest. Either way
 neighbouring rows are neighbours in memory. The kernels only see strides; ``u`` is a place on the row axis, the head
 or the batch entry of a row, and ``s`` one on the broadcast axis, the other of the two.
-
-An angle turns a pair of numbers. For ``rotate`` the pair is two features of ``x``, (f, f + F) or (2f, 2f + 1),
-going in and coming out. For ``cosine`` one feature goes in and the pair (f, f + F) comes out.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.ops.lrpe.triton.angles import RowSpec, divide
+from warploom.device.rows import RowSpec
+from warploom.ops.lrpe.triton.angles import divide
 
 
 class RowStrides(NamedTuple):
@@ -97,64 +95,3 @@ def row_pointers(base, n, u, s, strides, VEC: tl.constexpr):
     """Returns pointers (R, 1) to feature 0 of every row of entry ``s``, in 64 bits."""
     rows = base + (n.to(tl.int64) * (strides.n * VEC) + u * (strides.u * VEC))[:, None]
     return rows + s.to(tl.int64) * (strides.s * VEC)
-
-
-@triton.jit
-def load_pair(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Returns both members of the pairs from angle ``first`` on, (R, F) each, in the dtype of memory.
-
-    ``rows`` (R, 1) point at feature 0.
-    """
-    F: tl.constexpr = spec.F
-    if spec.KIND == "interleaved":
-        f = 2 * first + tl.arange(0, 2 * BLOCK_F)
-        inside = mask[:, None] & (f < 2 * F)[None, :]
-        both = tl.load(rows + (f if spec.UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        one, two = tl.split(both.reshape(rows.shape[0], BLOCK_F, 2))
-    else:
-        f = first + tl.arange(0, BLOCK_F)
-        inside = mask[:, None] & (f < F)[None, :]
-        one = tl.load(rows + (f if spec.UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        two = tl.load(rows + ((f + F) if spec.UNIT else (f + F) * stride)[None, :], mask=inside, other=0.0)
-    return one, two
-
-
-@triton.jit
-def store_pair(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Stores what `load_pair` loads, rounded to the dtype of memory."""
-    F: tl.constexpr = spec.F
-    dtype = rows.dtype.element_ty
-    if spec.KIND == "interleaved":
-        f = 2 * first + tl.arange(0, 2 * BLOCK_F)
-        both = tl.join(one.to(dtype), two.to(dtype)).reshape(rows.shape[0], 2 * BLOCK_F)
-        inside = mask[:, None] & (f < 2 * F)[None, :]
-        tl.store(rows + (f if spec.UNIT else f * stride)[None, :], both, mask=inside)
-    else:
-        f = first + tl.arange(0, BLOCK_F)
-        inside = mask[:, None] & (f < F)[None, :]
-        tl.store(rows + (f if spec.UNIT else f * stride)[None, :], one.to(dtype), mask=inside)
-        tl.store(rows + ((f + F) if spec.UNIT else (f + F) * stride)[None, :], two.to(dtype), mask=inside)
-
-
-@triton.jit
-def load_input(rows, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Returns ``x`` from angle ``first`` on as two tiles (R, F): its pairs, or for ``cosine`` its features twice."""
-    if spec.KIND == "cosine":
-        f = first + tl.arange(0, BLOCK_F)
-        inside = mask[:, None] & (f < spec.F)[None, :]
-        one = tl.load(rows + (f if spec.UNIT else f * stride)[None, :], mask=inside, other=0.0)
-        two = one
-    else:
-        one, two = load_pair(rows, mask, stride, first, spec, BLOCK_F)
-    return one, two
-
-
-@triton.jit
-def store_input(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Stores what `load_input` loads, rounded to the dtype of memory."""
-    if spec.KIND == "cosine":
-        f = first + tl.arange(0, BLOCK_F)
-        inside = mask[:, None] & (f < spec.F)[None, :]
-        tl.store(rows + (f if spec.UNIT else f * stride)[None, :], one.to(rows.dtype.element_ty), mask=inside)
-    else:
-        store_pair(rows, one, two, mask, stride, first, spec, BLOCK_F)

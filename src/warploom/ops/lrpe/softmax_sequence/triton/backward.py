@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import widen
+from warploom.device.rotation import rotate_pair_back
+from warploom.device.rows import load_pair, store_input
 from warploom.ops.lrpe.softmax_sequence.triton.columns import column_sums, weights
 from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     block_angles,
@@ -16,8 +18,6 @@ from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     slab_rows,
 )
 from warploom.ops.lrpe.triton.angles import load_frequencies
-from warploom.ops.lrpe.triton.backward import rotate_pair_back
-from warploom.ops.lrpe.triton.rows import load_pair, store_input
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.device.rotation import rotate
+from warploom.device.rows import load_input, store_pair
 from warploom.ops.lrpe.softmax_sequence.triton.columns import column_sums, power, weights
 from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     block_rows,
@@ -13,8 +15,6 @@ from warploom.ops.lrpe.softmax_sequence.triton.tiles import (
     next_angles,
     slab_rows,
 )
-from warploom.ops.lrpe.triton.forward import rotate
-from warploom.ops.lrpe.triton.rows import load_input, store_pair
 
 LARGEST_SUM = tl.constexpr(2.0**32)
 

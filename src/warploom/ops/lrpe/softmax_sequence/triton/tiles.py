@@ -19,9 +19,10 @@ import triton.language as tl
 from warploom.device.activations import widen
 from warploom.device.packed import sequence_of
 from warploom.device.phase import cos_sin
-from warploom.ops.lrpe.triton.angles import Angles, RowSpec, divide, token_positions
-from warploom.ops.lrpe.triton.forward import rotate
-from warploom.ops.lrpe.triton.rows import RowStrides, load_input, store_input, store_pair
+from warploom.device.rotation import rotate
+from warploom.device.rows import RowSpec, load_input, store_input, store_pair
+from warploom.ops.lrpe.triton.angles import Angles, divide, token_positions
+from warploom.ops.lrpe.triton.rows import RowStrides
 
 
 class SequenceSizes(NamedTuple):
