@@ -68,7 +68,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import a subpackage when first asked for; for the command line, whose help needs none, operators too."""
     if name in SUBPACKAGES:
-        return importlib.import_module(f"warploom.{name}")
+        return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.append_kv import api as append_kv

@@ -76,15 +76,18 @@ class BackendWarning(UserWarning):
     """A call takes much more time or memory than on another backend. The text says why."""
 
 
+_PACKAGE = __name__.rpartition(".")[0]
+
+
 def warn(category: type[Warning], message: str, unless_from: tuple[str, ...] = ()) -> None:
     """Warn about the line of code that called warploom; by default Python shows a warning once for each line.
 
-    There is no warning if the call came through one of the packages ``unless_from``, such as ``warploom.nn``.
+    There is no warning if the call came through one of the subpackages ``unless_from``.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and (name := frame.f_globals.get("__name__", "")).partition(".")[0] == "warploom":
-        if name.startswith(unless_from):
+    while frame is not None and (names := frame.f_globals.get("__name__", "").split("."))[0] == _PACKAGE:
+        if names[1:2] and names[1] in unless_from:
             return
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -15,7 +15,7 @@ TILE_STRIDE_LIMIT = 2**22
 
 MOST_HEADS = 128
 """More heads than tokens are usual up to here: a short prompt, or one token."""
-_LAYERS = ("warploom.nn", "warploom.integrations")  # which transpose themselves
+_LAYERS = ("nn", "integrations")  # which transpose themselves
 
 
 class Layout(NamedTuple):
