@@ -259,6 +259,14 @@ def test_on_a_gpu_a_kernels_time_goes_to_the_part_that_launched_it() -> None:
     assert found.peak_mib == 1
 
 
+def test_ranges_that_a_compiler_makes_are_no_parts() -> None:
+    graph = event("user_annotation", "## Call CompiledFxGraph f1 ##", 100, 200)
+    operator = event("cpu_op", "aten::mm", 112, 20)
+    assert not summed([event("user_annotation", "p train", 0, 1000), graph, operator]).parts
+    found = summed([*ranges(thread=1), graph, operator])
+    assert not any("##" in part for _, part in found.parts)
+
+
 @pytest.mark.parametrize(("attention", "position", "products"), [("flash", "cosine", 2), ("tpa", "rotate", 7)])
 def test_parts_cover_both_directions_of_a_model(attention: str, position: str, products: int) -> None:
     config = TransformerConfig.size("sm", attention=attention, position=position, context_length=16)

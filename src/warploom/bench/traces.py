@@ -94,6 +94,8 @@ def read_trace(provider: str, path: Path, call: str) -> Trace:
     ranges = [event for event in timed if event.get("cat") == _RANGE]
     calls = sum(event["name"] == call for event in ranges) or 1
     kernels = [event for event in timed if event.get("cat") in _ON_DEVICE]
+    # Ranges that a compiler makes around its graphs, "## …", are no phases.
+    ranges = [event for event in ranges if not event["name"].startswith("## ")]
     phases = [e for e, around in _nested(ranges) if [outer["name"] for outer in around] == [call]]
     if kernels:
         launches = [event for event in timed if event.get("cat") in _LAUNCHES]

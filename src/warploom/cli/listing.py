@@ -94,7 +94,8 @@ def _show(bench: Bench) -> None:
     _say(f"  providers: {', '.join(bench.every_provider)}")
     for suite, cases_on in bench.suites.items():
         cases = cases_on("cuda")
-        _say(f"  suite {suite}: {len(cases)} cases on a GPU, {len(cases_on('cpu'))} on a CPU")
+        count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
+        _say(f"  suite {suite}: {count} on a GPU, {len(cases_on('cpu'))} on a CPU")
         for key in dict.fromkeys(key for case in cases for key in case):
             values = dict.fromkeys(shlex.quote(as_option(case[key])) for case in cases if key in case)
             _say(f"    {key}: {' '.join(values)}")
