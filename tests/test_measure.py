@@ -238,6 +238,8 @@ PEERS = {
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
     "linear-attention": {"torch", "torch_compile", "fla", "softmax_sdpa_flash"},
     "linear-attention-decode": {"torch", "torch_compile", "fla"},
+    "delta-attention": {"torch", "torch_compile", "fla"},
+    "delta-attention-decode": {"torch", "torch_compile"},
     "append-kv": {"torch", "torch_compile"},
     "transformer": {name + ending for name in ("sdpa", "torch", "llama") for ending in transformer.ENDINGS},
     "llama": {"eager", "sdpa", "sdpa+compile"},

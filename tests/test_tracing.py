@@ -13,7 +13,15 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import (
+    delta_attention,
+    flash_attention,
+    linear_attention,
+    lrpe_cosine,
+    lrpe_rotate,
+    tpa_attention,
+    tpa_decode,
+)
 from warploom.nn import (
     LRPE,
     Attention,
@@ -87,6 +95,12 @@ CALLS = {
         (*ALIKE, "", "", ""),
         {"encoding": "rotate", "return_state": True},
         ("theta", "decay", "initial_state"),
+    ),
+    "delta_attention": Call(
+        delta_attention,
+        (*ALIKE, "BNH", "", ""),
+        {"encoding": "rotate", "normalize": True, "return_state": True},
+        ("theta", "initial_state"),
     ),
     "linear_attention_full": Call(linear_attention, ALIKE, {"causal": False, "activation": "relu"}),
     "lrpe_rotate": Call(lrpe_rotate, ("BNHD", "HF"), {"offset": 5, "activation": "silu"}),
@@ -247,7 +261,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     operators = (
-        *("append_kv", "flash_attention", "linear_attention", "lrpe", "rotary_attention"),
+        *("append_kv", "delta_attention", "flash_attention", "linear_attention", "lrpe", "rotary_attention"),
         *("tpa_attention", "tpa_decode"),
     )
     names = {f"{name}{part}_launch" for name in operators for part in ("", "_backward")}

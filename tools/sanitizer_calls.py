@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import (
+    delta_attention,
+    flash_attention,
+    linear_attention,
+    lrpe_cosine,
+    lrpe_rotate,
+    tpa_attention,
+    tpa_decode,
+)
 
 __all__ = ["CALLS", "Call"]
 
@@ -103,6 +111,20 @@ def _factors(
     return {**factors, "backend": "triton", **options}
 
 
+def _delta(
+    n: int, d: int, dtype: torch.dtype, decay: int, heads: int = 2, grad: bool = True, **options: Any
+) -> Inputs:
+    """Tensors of the delta rule, with decays of so many axes."""
+    rows = (1, n, heads, d)
+    q, k = (_random(*rows, dtype=dtype, grad=grad) for _ in range(2))
+    v = _random(1, n, 2 * heads, d, dtype=dtype, grad=grad)
+    beta, state = torch.full((1, n, 2 * heads), 0.5), _random(1, 2 * heads, d, d, grad=grad)
+    decays = torch.full((1, n, 2 * heads, d)[:decay], -0.1)
+    gates = {"beta": beta.requires_grad_(grad), "decay": decays.requires_grad_(grad)}
+    states = {} if "cu_seqlens" in options else {"initial_state": state}
+    return {"q": q, "k": k, "v": v, **gates, **states, "normalize": True, "backend": "triton", **options}
+
+
 def _stream(x: Tensor) -> None:
     """The kernel that sets the memory-bound limit of a bench."""
     from warploom.bench.stream_kernel import stream
@@ -186,6 +208,12 @@ CALLS: tuple[Call, ...] = tuple(
         ("linear_attention", linear_attention, "step", _linear, {"n": 2, "learned": False, "grad": False}),
         ("linear_attention", linear_attention, "linear-packed", _linear,
          {"n": 70, "encoding": "cosine", "cu_seqlens": _BOUNDS}),
+        ("delta_attention", delta_attention, "delta-head", _delta, {"n": 100, "d": 64, "dtype": HALF, "decay": 3}),
+        ("delta_attention", delta_attention, "delta-feature", _delta,
+         {"n": 70, "d": 24, "dtype": torch.float32, "decay": 4, "cu_seqlens": _BOUNDS, "encoding": "rotate",
+          "theta": _random(12)}),
+        ("delta_attention", delta_attention, "delta-step", _delta,
+         {"n": 2, "d": 64, "dtype": HALF, "decay": 4, "grad": False}),
         ("tpa", tpa_attention, "attention", _train,
          {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32, "causal": True}),
         ("tpa", tpa_attention, "attention-16", _train,

@@ -27,6 +27,7 @@ def _is_command_line() -> bool:
 # Importing the operators registers them as ``torch.ops.warploom``, as `torch.export.load` needs.
 if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
     from warploom.ops.append_kv.api import append_kv
+    from warploom.ops.delta_attention.api import delta_attention
     from warploom.ops.flash_attention.api import flash_attention
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "check_values",
+    "delta_attention",
     "flash_attention",
     "linear_attention",
     "lrpe_cosine",
@@ -72,13 +74,14 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'warploom' has no attribute {name!r}")
     from warploom.ops.append_kv import api as append_kv
+    from warploom.ops.delta_attention import api as delta_attention
     from warploom.ops.flash_attention import api as flash_attention
     from warploom.ops.linear_attention import api as linear_attention
     from warploom.ops.lrpe import api as lrpe
     from warploom.ops.tpa import api as tpa
     from warploom.runtime import values
 
-    modules = (append_kv, flash_attention, linear_attention, lrpe, tpa, values)
+    modules = (append_kv, delta_attention, flash_attention, linear_attention, lrpe, tpa, values)
     found = next(getattr(module, name) for module in modules if hasattr(module, name))
     globals()[name] = found
     return found

@@ -117,3 +117,13 @@ def exact_dot(a, b, acc):
     terms `dot` is as exact.
     """
     return product(a, b, acc, "ieee")
+
+
+@triton.jit
+def find_scale(x):
+    """Returns a power of two by which the finite numbers of the tile ``x`` fit float16."""
+    sizes = tl.abs(x)
+    largest = tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1), axis=0)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
+    exponent = tl.minimum(tl.maximum(exponent, 0), 113)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)

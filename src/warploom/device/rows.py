@@ -92,3 +92,12 @@ def store_input(rows, one, two, mask, stride, first, spec: tl.constexpr, BLOCK_F
         tl.store(rows + (f if spec.UNIT else f * stride)[None, :], one.to(rows.dtype.element_ty), mask=inside)
     else:
         store_pair(rows, one, two, mask, stride, first, spec, BLOCK_F)
+
+
+class StateStrides(NamedTuple):
+    """Strides of a state (S, H, F, E). All but that of ``e`` may come divided by a common divisor."""
+
+    s: tl.int64
+    h: tl.int64
+    f: tl.int64
+    e: tl.int64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -83,3 +84,19 @@ def warn_of_heads_first(
             "the layout here is (B, N, H, D): give x.transpose(1, 2), which copies nothing",
             unless_from=_LAYERS,
         )
+
+
+def layout_of_entries(kind: type[Any], *tensors: Tensor) -> Layout:
+    """Returns the layout of tensors (B, N, H, F), of which the same is known for each entry of a batch.
+
+    The compiler picks layouts by what it knows of addresses, and with them the order in which features are added
+    up. So it knows nothing where entries lie at other distances than multiples of 16 bytes, also where there is one
+    entry.
+    """
+    layout = layout_for(kind, *tensors)
+    vec = math.gcd(layout.vec, *(x.stride(0) for x in tensors))
+    if any(x.stride(0) * x.element_size() % 16 for x in tensors):
+        vec = 1
+    more = layout.vec // vec
+    strides = [kind(*(n * more for n in each[:3]), each[3]) for each in layout.strides]
+    return layout._replace(vec=vec, strides=strides)

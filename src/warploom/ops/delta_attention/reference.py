@@ -129,11 +129,9 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Outputs over the scale, and the last state: of rows (B, H, N, F)."""
     tokens = v.shape[2]
-    if tokens == 1:
-        return recurrence(q, k, v, beta, g, state)
     # An exported program is for lengths that are not known yet: a loop over chunks would be for one of them.
     exporting = torch.compiler.is_exporting()
-    count, size = (1, tokens) if exporting else ((tokens + CHUNK - 1) // CHUNK, CHUNK)
+    count, size = (1, tokens) if exporting or tokens == 1 else ((tokens + CHUNK - 1) // CHUNK, CHUNK)
     padding = count * size - tokens
     q, k, v, beta, g = (
         (x if exporting else torch.nn.functional.pad(x, (0, 0, 0, padding))).unflatten(2, (count, size))

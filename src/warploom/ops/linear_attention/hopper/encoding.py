@@ -11,11 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.activations import activate, exponential
+from warploom.device.chunks import ChunkPlace
+from warploom.device.decays import clamp_decay
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, init_ring, matrix, wait_empty
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
 from warploom.device.rotation import rotate, rotate_pair_back
-from warploom.ops.linear_attention.triton.tiles import ChunkPlace, LinearSizes, StateScales, clamp_decay
+from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales
 
 BLOCK_T = gl.constexpr(64)  # tokens of a tile
 WARPS = gl.constexpr(8)  # that multiply, where there are sines

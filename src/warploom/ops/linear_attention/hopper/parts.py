@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.activations import exponential
+from warploom.device.chunks import locate
+from warploom.device.decays import clamp_decay
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import (
     as_factor,
@@ -25,8 +27,9 @@ from warploom.device.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
+from warploom.device.rows import StateStrides
 from warploom.ops.linear_attention.hopper import encoding
-from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales, StateStrides, clamp_decay, locate
+from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales
 
 SINES = gl.constexpr(2)  # tiles whose sines and pairs there is room for
 PIECE = gl.constexpr(32)  # columns of a state that become a factor at a time

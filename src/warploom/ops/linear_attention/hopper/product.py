@@ -14,10 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from warploom.device.activations import exponential
+from warploom.device.chunks import locate
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import matrix, thread_barrier, wait_full
+from warploom.device.rows import StateStrides
 from warploom.ops.linear_attention.hopper import encoding
-from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales, StateStrides, locate
+from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales
 
 
 class Product(NamedTuple):

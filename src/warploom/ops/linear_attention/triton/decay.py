@@ -13,8 +13,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from warploom.device.chunks import load_plain, locate, row_pointers
+from warploom.device.decays import exp
 from warploom.device.product import dot
-from warploom.device.rows import Strides
+from warploom.device.rows import StateStrides, Strides
 from warploom.ops.linear_attention.triton import tiles
 
 
@@ -25,7 +27,7 @@ class DecayStrides(NamedTuple):
     k: Strides
     v: Strides
     grad: Strides
-    states: tiles.StateStrides
+    states: StateStrides
 
 
 @triton.jit
@@ -39,15 +41,15 @@ def decay_kernel(
     over the scale.
     """
     HALF: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 16
-    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     steps = tiles.load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
     t = tl.arange(0, config.BLOCK_T)
     n = place.first + t
     mask = n < place.last
-    q_rows = tiles.row_pointers(q, n, place, strides.q, spec.VEC)
-    k_rows = tiles.row_pointers(k, n, place, strides.k, spec.VEC)
-    v_rows = tiles.row_pointers(v, n, place, strides.v, spec.VEC)
-    grad_rows = tiles.row_pointers(grad, n, place, strides.grad, spec.VEC)
+    q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
+    k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
+    v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
+    grad_rows = row_pointers(grad, n, place, strides.grad, spec.VEC)
     turns = tiles.cos_sin_from(place.first, place, steps, tiles.cos_sin_within(steps, config, HALF), HALF)
     queries = tiles.encode(
         tiles.load_pieces(q_rows, mask, strides.q, 0, config.PIECES, spec, config), turns, 0, spec, config
@@ -61,8 +63,8 @@ def decay_kernel(
     of_keys = tl.zeros((config.BLOCK_T,), tl.float32)
     across = 0.0
     for first_e in range(0, config.E, config.BLOCK_E):
-        values = tiles.load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        grads = tiles.load_plain(grad_rows, mask, strides.grad, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        grads = load_plain(grad_rows, mask, strides.grad, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         before = tiles.load_state(states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
         behind = tiles.load_state(
             grad_states, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False
@@ -73,15 +75,15 @@ def decay_kernel(
         for p in tl.static_range(len(before)):
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
     pairs = tiles.decay_scores(tiles.score_pairs(queries, keys), parts, config, False, HALF) * of_values
-    of_queries *= tiles.exp(a, HALF)
-    of_keys *= tiles.exp(until_end, HALF)
+    of_queries *= exp(a, HALF)
+    of_keys *= exp(until_end, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
     spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
     until_here = tl.sum(
         tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0
     )  # of the token before
     from_here = tl.sum(tl.where(t[:, None] >= t[None, :], of_queries[:, None], 0.0), axis=0)
-    result = (until_here + from_here + across * tiles.exp(total, HALF)) * scale
+    result = (until_here + from_here + across * exp(total, HALF)) * scale
     if BY_HEAD:
         tl.store(out + place.slot * sizes.heads + place.h, tl.sum(tl.where(mask, result, 0.0), axis=0))
     else:

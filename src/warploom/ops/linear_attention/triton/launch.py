@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
-from warploom.device.rows import RowSpec, Strides
+from warploom.device.rows import RowSpec, StateStrides, Strides
 from warploom.ops.linear_attention.call import PLACES, LinearCall
 from warploom.ops.linear_attention.configs import (
     DECAY_CHUNK,
@@ -23,10 +22,9 @@ from warploom.ops.linear_attention.triton.decay import DecayStrides, decay_kerne
 from warploom.ops.linear_attention.triton.product import ProductConfig, ProductStrides, product_kernel
 from warploom.ops.linear_attention.triton.states import SumsStrides, scan_kernel, sums_kernel
 from warploom.ops.linear_attention.triton.step import StepStrides, step_kernel
-from warploom.ops.linear_attention.triton.tiles import LinearConfig, LinearSizes, StateScales, StateStrides
-from warploom.runtime.build import ALIGNMENT
+from warploom.ops.linear_attention.triton.tiles import LinearConfig, LinearSizes, StateScales
 from warploom.runtime.launch import Buffer, Launch, architecture, shared_memory
-from warploom.runtime.layout import Layout, layout_for
+from warploom.runtime.layout import Layout, layout_of_entries
 
 Tensor = torch.Tensor
 State = Tensor | Buffer | None
@@ -75,21 +73,6 @@ def scales_of(call: LinearCall, initial: State, reverse: bool) -> StateScales:
 def is_wide(call: LinearCall) -> bool:
     """Returns whether gradients of encoded rows are made with pieces of `WIDE_PIECE`."""
     return call.half and call.values <= WIDE_PIECE and architecture(call.inputs.q.device) >= 90
-
-
-def layout_of_rows(*tensors: Tensor) -> Layout:
-    """Returns strides as the kernels take them, and what is known of addresses: the same of each entry of a batch.
-
-    The compiler picks layouts by it, and with them the order in which features are added up. So it knows nothing
-    where entries lie at other distances than multiples of 16 bytes, also where there is one entry.
-    """
-    layout = layout_for(Strides, *tensors)
-    vec = math.gcd(layout.vec, *(x.stride(0) for x in tensors))
-    if any(x.stride(0) * x.element_size() % ALIGNMENT for x in tensors):
-        vec = 1
-    more = layout.vec // vec
-    strides = [each._replace(b=each.b * more, n=each.n * more, h=each.h * more) for each in layout.strides]
-    return layout._replace(vec=vec, strides=strides)
 
 
 class Blocks(NamedTuple):
@@ -170,7 +153,7 @@ def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Buffer, reverse: b
     """Plans the sums of chunks, of rows to be encoded and others."""
     tile = tile_of("sums", call.half, call.parts * call.features, call.values, call.inputs.q.shape[1])
     columns = -(-call.values // tile.columns)
-    layout = layout_of_rows(b, c)
+    layout = layout_of_entries(Strides, b, c)
     return Launch(
         sums_kernel,
         call.slots * call.heads * columns,
@@ -204,7 +187,7 @@ def plan_product(
     else:
         tile = tile_of("outputs", call.half, call.parts * call.features, call.values, tokens)
         columns, blocks = -(-call.values // tile.columns), Blocks.of_values(call, tile)
-    layout = layout_of_rows(rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
+    layout = layout_of_entries(Strides, rows.a, rows.b, rows.c, rows.a if rows.x is None else rows.x, rows.out)
     numbers = call.parts * blocks.pieces * blocks.f * blocks.e
     loaded = not call.options.causal and not is_held(numbers, call.half, shared_memory(rows.a.device))
     return Launch(
@@ -220,7 +203,7 @@ def plan_product(
 def plan_step(call: LinearCall, out: Tensor, initial: Tensor | None, final: Buffer | None) -> Launch:
     """Plans a step of decoding."""
     q, k, v, *_ = call.inputs
-    layout = layout_of_rows(q, k, v, out)
+    layout = layout_of_entries(Strides, q, k, v, out)
     block = in_power_of_two(call.features)
     tile = step_tile(call.parts * block, call.values)
     columns = -(-call.values // tile.columns)
@@ -249,7 +232,7 @@ class DecayGradient(NamedTuple):
         by_head = call.decay == "head"
         shape = (call.slots, call.heads) if by_head else tuple(q.shape[:3])
         tile = tile_of("decays", call.half, call.parts * call.features, call.values, DECAY_CHUNK)
-        layout = layout_of_rows(q, k, v, grad)
+        layout = layout_of_entries(Strides, q, k, v, grad)
         launch = Launch(
             decay_kernel,
             call.slots * call.heads,

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.rows import Strides, load_input
+from warploom.device.chunks import load_plain, locate, row_pointers, store_plain
+from warploom.device.decays import exp
+from warploom.device.rows import StateStrides, Strides, load_input
 from warploom.ops.linear_attention.triton import tiles
 
 
@@ -27,8 +29,8 @@ class ProductStrides(NamedTuple):
     c: Strides
     x: Strides
     out: Strides
-    initial: tiles.StateStrides
-    final: tiles.StateStrides
+    initial: StateStrides
+    final: StateStrides
 
 
 class ProductConfig(NamedTuple):
@@ -59,7 +61,7 @@ def product_kernel(
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and config.KIND != "none" else 1
     READS_X: tl.constexpr = DECODED and (THETA or config.ACTIVATION != "none")
-    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = 0 if DECODED else place.column * config.BLOCK_E
     first_f = place.column * config.BLOCK_F if DECODED else 0
     steps = tiles.load_steps(theta, place, first_f, 1 if DECODED else config.PIECES, sizes, spec, config)
@@ -75,26 +77,24 @@ def product_kernel(
         first = place.first + (count - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        a_rows = tiles.row_pointers(a, n, place, strides.a, spec.VEC)
-        out_rows = tiles.row_pointers(out, n, place, strides.out, spec.VEC)
+        a_rows = row_pointers(a, n, place, strides.a, spec.VEC)
+        out_rows = row_pointers(out, n, place, strides.out, spec.VEC)
         if DECODED:
-            rows = tiles.load_plain(a_rows, mask, strides.a, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
+            rows = load_plain(a_rows, mask, strides.a, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
         else:
             rows = tiles.load_pieces(a_rows, mask, strides.a, 0, config.PIECES, spec, config)
         if config.CAUSAL:
-            b_rows = tiles.row_pointers(b, n, place, strides.b, spec.VEC)
-            c_rows = tiles.row_pointers(c, n, place, strides.c, spec.VEC)
+            b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
+            c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
             if DECODED:
-                others = tiles.load_plain(
-                    b_rows, mask, strides.b, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT
-                )
+                others = load_plain(b_rows, mask, strides.b, 0, config.PIECES, config.E, config.BLOCK_E, spec.UNIT)
                 values = tiles.load_pieces(c_rows, mask, strides.c, first_f, 1, spec, config)
             else:
                 others = tiles.load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
-                values = tiles.load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+                values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         original = (rows[0], rows[0])
         if READS_X:
-            x_rows = tiles.row_pointers(x, n, place, strides.x, spec.VEC)
+            x_rows = row_pointers(x, n, place, strides.x, spec.VEC)
             original = load_input(x_rows, mask, strides.x.f, first_f, spec, config.BLOCK_F)
         turns = tiles.cos_sin_from(first, place, steps, within, HALF and not THETA)
         if not DECODED:
@@ -112,8 +112,8 @@ def product_kernel(
             else:
                 others = tiles.encode(others, turns, 0, spec, config)
             sums, behind, total, parts = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
-            before = tiles.exp(sums, HALF)
-            behind = tiles.exp(behind, HALF)
+            before = exp(sums, HALF)
+            behind = exp(behind, HALF)
             pairs = tiles.decay_scores(tiles.score_pairs(rows, others), parts, config, REVERSE, HALF)
             whole = ()
             for p in tl.static_range(RESULTS):
@@ -136,7 +136,7 @@ def product_kernel(
                 at_first *= tl.sum(dphi, axis=0).to(tl.float64)
                 theta_sum += at_first + tl.sum(dphi * t[:, None], axis=0).to(tl.float64)
         else:
-            tiles.store_plain(out_rows, whole[0], mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
+            store_plain(out_rows, whole[0], mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
     if cu_seqlens is not None:
         if DECODED:
             BOTH: tl.constexpr = 1 if spec.KIND == "cosine" else 2  # features of an angle

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import exponential_float32
-from warploom.device.rows import Strides
+from warploom.device.chunks import load_plain, locate, row_pointers
+from warploom.device.decays import exp
+from warploom.device.rows import StateStrides, Strides
 from warploom.ops.linear_attention.triton import tiles
 
 
@@ -22,7 +24,7 @@ class SumsStrides(NamedTuple):
 
     b: Strides
     c: Strides
-    states: tiles.StateStrides
+    states: StateStrides
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def sums_kernel(
     ``totals`` (slots, H) are the sums of the chunks' logarithms of decays.
     """
     HALF: tl.constexpr = b.dtype.element_ty.primitive_bitwidth == 16
-    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = place.column * config.BLOCK_E
     steps = tiles.load_steps(theta, place, 0, config.PIECES, sizes, spec, config)
     within = tiles.cos_sin_within(steps, config, HALF)
@@ -46,13 +48,13 @@ def sums_kernel(
         first = place.first + (count - 1 - tile if REVERSE else tile) * config.BLOCK_T
         n = first + tl.arange(0, config.BLOCK_T)
         mask = n < place.last
-        b_rows = tiles.row_pointers(b, n, place, strides.b, spec.VEC)
-        c_rows = tiles.row_pointers(c, n, place, strides.c, spec.VEC)
+        b_rows = row_pointers(b, n, place, strides.b, spec.VEC)
+        c_rows = row_pointers(c, n, place, strides.c, spec.VEC)
         x = tiles.load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
-        values = tiles.load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         encoded = tiles.encode(x, tiles.cos_sin_from(first, place, steps, within, HALF), 0, spec, config)
         a, behind, total, _ = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
-        weights = tiles.exp(a if REVERSE else behind, HALF)
+        weights = exp(a if REVERSE else behind, HALF)
         state = tiles.update_state(state, encoded, values, weights, total, config, HALF)
         chunk_total += total
     tiles.store_state(states, state, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
@@ -62,8 +64,8 @@ def sums_kernel(
 
 @triton.jit
 def scan_kernel(
-    states, totals, initial, final, cu_seqlens, sizes: tiles.LinearSizes, initial_strides: tiles.StateStrides,
-    final_strides: tiles.StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
+    states, totals, initial, final, cu_seqlens, sizes: tiles.LinearSizes, initial_strides: StateStrides,
+    final_strides: StateStrides, into: tl.float32, out_of: tl.float32, F: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Hands states (slots, H, F, E) over from chunk to chunk of a sequence, in place: a block of one head's numbers.

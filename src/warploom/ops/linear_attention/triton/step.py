@@ -7,8 +7,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from warploom.device.chunks import load_plain, locate, row_pointers, store_plain
+from warploom.device.decays import exp
 from warploom.device.phase import cos_sin, wrapping_add
-from warploom.device.rows import Strides
+from warploom.device.rows import StateStrides, Strides
 from warploom.ops.linear_attention.triton import tiles
 
 
@@ -19,8 +21,8 @@ class StepStrides(NamedTuple):
     k: Strides
     v: Strides
     out: Strides
-    initial: tiles.StateStrides
-    final: tiles.StateStrides
+    initial: StateStrides
+    final: StateStrides
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def step_kernel(
     ``initial`` and ``final`` (S, H, F, E) are the states before the first token and behind the last.
     """
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
-    place = tiles.locate(offsets, cu_seqlens, offset, sizes)
+    place = locate(offsets, cu_seqlens, offset, sizes)
     first_e = place.column * config.BLOCK_E
     state = tiles.load_state(
         initial, place.sequence, place.h, 0, first_e, 1.0, strides.initial, spec, config, False
@@ -46,28 +48,28 @@ def step_kernel(
         for i in tl.static_range(len(steps)):
             whole, rest, unit = steps[i]
             turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], whole, rest, unit, HALF),)
-        q_rows = tiles.row_pointers(q, n, place, strides.q, spec.VEC)
-        k_rows = tiles.row_pointers(k, n, place, strides.k, spec.VEC)
-        v_rows = tiles.row_pointers(v, n, place, strides.v, spec.VEC)
-        out_rows = tiles.row_pointers(out, n, place, strides.out, spec.VEC)
+        q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
+        k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
+        v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
+        out_rows = row_pointers(out, n, place, strides.out, spec.VEC)
         queries = tiles.encode(
             tiles.load_pieces(q_rows, mask, strides.q, 0, 1, spec, config), turns, 0, spec, config
         )
         keys = tiles.encode(tiles.load_pieces(k_rows, mask, strides.k, 0, 1, spec, config), turns, 0, spec, config)
-        values = tiles.load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
+        values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         _, _, total, _ = tiles.sum_tile_decays(decay, t, place.last, place, sizes, config)
         result = tl.zeros((config.BLOCK_E,), tl.float32)
         after = ()
         for p in tl.static_range(len(state)):
             one = state[p]
             if config.DECAY != "none":
-                one *= tiles.exp(total, False)
+                one *= exp(total, False)
             one += tl.trans(keys[p]).to(tl.float32) * values[0].to(tl.float32)
             result += tl.sum(tl.trans(queries[p]).to(tl.float32) * one, axis=0)
             after = after + (one,)
         state = after
         result = (result * scale)[None, :]
-        tiles.store_plain(out_rows, result, mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
+        store_plain(out_rows, result, mask, strides.out, first_e, config.E, config.BLOCK_E, spec.UNIT)
     if cu_seqlens is not None:
         tiles.zero_rows_past_end(out, place, sizes, strides.out, first_e, config.E, config.BLOCK_E, spec, config)
     if final is not None:

@@ -16,24 +16,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.device.activations import activate, exponential, exponential_float32, powers, reciprocal
-from warploom.device.packed import sequence_bounds, sequence_of_tile
+from warploom.device.activations import activate, powers, reciprocal
+from warploom.device.chunks import row_pointers, store_plain
+from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import cos_sin, phase_step, wrapping_add
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, find_scale, rounded
 from warploom.device.rotation import rotate, rotate_backward
 from warploom.device.rows import load_input, store_input
-
-FORGETS = tl.constexpr(-104.0)
-"""The least logarithm of a decay that is told from all below it: its power is 0 in float32."""
-
-
-class StateStrides(NamedTuple):
-    """Strides of a state (S, H, F, E). All but that of ``e`` come divided by `LinearConfig.STATE_VEC`."""
-
-    s: tl.int64
-    h: tl.int64
-    f: tl.int64
-    e: tl.int64
 
 
 class LinearSizes(NamedTuple):
@@ -77,49 +66,9 @@ class LinearConfig(NamedTuple):
     STATE_VEC: tl.constexpr  # common divisor of states' strides, where a value's features are adjacent, or 0
 
 
-class ChunkPlace(NamedTuple):
-    """The tile that a program takes."""
-
-    b: tl.tensor  # batch entry
-    h: tl.tensor  # head
-    slot: tl.tensor  # number of the chunk among all
-    sequence: tl.tensor  # packed sequence, or batch entry
-    start: tl.tensor  # token at which the sequence begins
-    first: tl.tensor  # the chunk's first token within the sequence
-    last: tl.tensor  # and the one behind its last
-    position: tl.tensor  # of the sequence's first token: int64 where a tensor gives it
-    column: tl.tensor  # block of features of the result
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Places and rows
 # ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def locate(offsets, cu_seqlens, offset, sizes):
-    """Returns this program's place. Blocks of columns, which read the same rows, lie next to each other, then heads."""
-    program = tl.program_id(0)
-    column = program % sizes.columns
-    program = program // sizes.columns
-    h = program % sizes.heads
-    slot = program // sizes.heads
-    if cu_seqlens is not None:
-        sequence, c = sequence_of_tile(slot, cu_seqlens, sizes.cu_stride, sizes.sequences, sizes.chunk)
-        start, length = sequence_bounds(sequence, cu_seqlens, sizes.cu_stride)
-        start = tl.minimum(tl.maximum(start, 0), sizes.tokens)
-        length = tl.minimum(length, sizes.tokens - start)
-        b = slot * 0
-    else:
-        b = slot // sizes.chunks
-        c = slot - b * sizes.chunks
-        sequence, start, length = b, slot * 0, sizes.tokens
-    if offsets is not None:
-        offset = tl.load(offsets + b.to(tl.int64) * sizes.offsets_b).to(tl.int64)
-    first = c * sizes.chunk
-    last = tl.minimum(length, first + sizes.chunk)
-    return ChunkPlace(b.to(tl.int64), h.to(tl.int64), slot.to(tl.int64), sequence.to(tl.int64), start, first, last, offset,
-                 column)  # fmt: skip
 
 
 @triton.jit
@@ -131,34 +80,6 @@ def find_tail(place, sizes):
     first = tl.maximum(place.first, place.last)
     last = tl.minimum(place.first + sizes.chunk, sizes.tokens - place.start)
     return first, tl.where(place.sequence == sizes.sequences - 1, last, first)
-
-
-@triton.jit
-def row_pointers(ptr, n, place, strides, VEC: tl.constexpr):
-    """Returns pointers (T, 1) to feature 0 of the tokens ``n`` of the place's sequence, in 64 bits."""
-    head = ptr + (place.b * (strides.b * VEC) + place.h * (strides.h * VEC))
-    return head + ((place.start + n).to(tl.int64) * (strides.n * VEC))[:, None]
-
-
-@triton.jit
-def load_plain(
-    rows, mask, strides, first, PIECES: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
-):  # fmt: skip
-    """Returns the features from ``first`` on, in tiles (T, BLOCK)."""
-    found = ()
-    for i in tl.static_range(PIECES):
-        f = first + i * BLOCK + tl.arange(0, BLOCK)
-        ptrs = rows + (f if UNIT else f * strides.f)[None, :]
-        found = found + (tl.load(ptrs, mask=mask[:, None] & (f < FEATURES)[None, :], other=0.0),)
-    return found
-
-
-@triton.jit
-def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """Stores what `load_plain` loads, of one tile."""
-    f = first + tl.arange(0, BLOCK)
-    ptrs = rows + (f if UNIT else f * strides.f)[None, :]
-    tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
 
 
 @triton.jit
@@ -330,22 +251,6 @@ def store_input_gradient(
 
 
 @triton.jit
-def exp(x, HALF: tl.constexpr):
-    """Returns eˣ, to float32's accuracy unless results are rounded to 16 bits."""
-    if HALF:
-        y = exponential(x)
-    else:
-        y = exponential_float32(x)
-    return y
-
-
-@triton.jit
-def clamp_decay(g):
-    """Returns the logarithm of a decay, from `FORGETS` on: below it eˣ is 0 in float32 anyway, and sums stay small. NaN stays."""
-    return tl.where(g < FORGETS, FORGETS, g)
-
-
-@triton.jit
 def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
     """Returns sums of a tile's logarithms of decays: (T,) up to and with each token, behind it, of all; and `split_decays`.
 
@@ -424,16 +329,6 @@ def scale_rows(x, weights):
 # ----------------------------------------------------------------------------------------------------------
 # Products
 # ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def find_scale(x):
-    """Returns a power of two by which the finite numbers of the tile ``x`` fit float16."""
-    sizes = tl.abs(x)
-    largest = tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1), axis=0)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 140  # so that x over it is below 2¹⁴
-    exponent = tl.minimum(tl.maximum(exponent, 0), 113)
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,229 @@
+"""Delta rule attention for tests and bench: cases, inputs, providers, operations and bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from warploom.ops.delta_attention import peers, reference
+from warploom.ops.delta_attention.api import delta_attention
+from warploom.ops.delta_attention.peers import Provider
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+
+Tensor = torch.Tensor
+
+# ----------------------------------------------------------------------------------------------------------
+# Inputs
+# ----------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Returns the inputs of a case.
+
+    Keys: ``batch, n, heads, head_dim, dtype``; ``key_heads`` (by default heads), ``value_dim`` (head_dim);
+    ``encoding``, ``theta`` (``per_head``, ``shared`` or ``vector``), ``frequencies`` (its length, by default
+    head_dim / 2), ``theta_gradient``; ``decay`` (``head`` or ``feature``), ``strength`` (of decays, 0.3 by
+    default); ``gates`` (dtype of decays and β, float32 by default); ``initial_state`` (whether there is one);
+    ``offset`` (an int, or ``scalar`` or ``batch`` for a tensor); ``layout`` (``bhnd`` for heads before tokens in
+    memory); and ``interleaved, normalize, scale, return_state, cu_seqlens`` as in the public function. Without
+    ``normalize`` keys have length 1 as they are drawn.
+    """
+    batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
+    key_heads, values = case.get("key_heads", heads), case.get("value_dim", head_dim)
+    dtype, encoding = getattr(torch, case["dtype"]), case.get("encoding", "none")
+    gates = getattr(torch, case.get("gates", "float32"))
+    inputs: Inputs = {}
+    for name, count, features in (("q", key_heads, head_dim), ("k", key_heads, head_dim), ("v", heads, values)):
+        x = normal((batch, tokens, count, features), dtype, device, generator)
+        if name == "k" and not case.get("normalize"):
+            x = torch.nn.functional.normalize(x, dim=-1)
+        if case.get("layout") == "bhnd":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        inputs[name] = x.requires_grad_()
+    beta = torch.rand((batch, tokens, heads), generator=generator)
+    inputs["beta"] = beta.to(device, gates).requires_grad_()
+    if "decay" in case:
+        shape = (batch, tokens, heads, head_dim)[: 3 if case["decay"] == "head" else 4]
+        decay = -case.get("strength", 0.3) * torch.rand(shape, generator=generator) ** 2
+        inputs["decay"] = decay.to(device, gates).requires_grad_()
+    if encoding != "none":
+        features = case.get("frequencies", head_dim // 2)
+        forms: dict[str, tuple[int, ...]] = {"per_head": (key_heads,), "shared": (1,), "vector": ()}
+        rows = forms[case.get("theta", "per_head")]
+        theta = 10000.0 ** (-torch.arange(features) / features) * (
+            1 + 0.1 * torch.rand((*rows, features), generator=generator)
+        )
+        inputs["theta"] = theta.to(device).requires_grad_(case.get("theta_gradient", False))
+    names = ("encoding", "interleaved", "normalize", "scale", "return_state")
+    inputs |= {name: case[name] for name in names if name in case}
+    sequences = len(case["cu_seqlens"]) - 1 if "cu_seqlens" in case else batch
+    if case.get("initial_state"):
+        dtype = torch.float64 if case["initial_state"] == "float64" else torch.float32
+        inputs["initial_state"] = normal(
+            (sequences, heads, head_dim, values), dtype, device, generator
+        ).requires_grad_()
+    if "cu_seqlens" in case:
+        inputs["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32, device=device)
+    if "offset" in case:
+        form = case["offset"]
+        size = () if form == "scalar" else (batch,)
+        inputs["offset"] = (
+            form if isinstance(form, int) else torch.randint(0, 2**20, size, generator=generator).to(device)
+        )
+    return inputs
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Conformance: small, odd, and together touching every feature
+# ----------------------------------------------------------------------------------------------------------
+
+_SMALL: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 24, "dtype": "float32"}
+_STATES: dict[str, Any] = {"initial_state": True, "return_state": True}
+_ROTATE: dict[str, Any] = {"encoding": "rotate", "normalize": True}
+_CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"decay": "head", "n": 70, **_STATES},
+    {"decay": "feature", "n": 70, **_STATES},
+    {"dtype": "bfloat16", "head_dim": 64, "n": 130, "decay": "head", **_STATES},
+    {"dtype": "bfloat16", "head_dim": 64, "n": 100, "decay": "feature", "value_dim": 40, **_STATES},
+    {"dtype": "float16", "head_dim": 32, "n": 70, "decay": "head", "value_dim": 80, **_STATES},
+    {"dtype": "float16", "head_dim": 17, "n": 40, "decay": "feature", **_STATES},
+    {**_ROTATE, "decay": "head", "heads": 4, "key_heads": 2, "offset": 1_000_003},
+    {**_ROTATE, "decay": "feature", "interleaved": True, "theta": "vector", "offset": "scalar"},
+    {**_ROTATE, "dtype": "bfloat16", "head_dim": 32, "n": 70, "frequencies": 7, "theta": "shared", "key_heads": 1},
+    {"encoding": "rotate", "theta_gradient": True, "n": 40, "head_dim": 16, "batch": 1, **_STATES},
+    {**_ROTATE, "theta_gradient": True, "n": 40, "head_dim": 16, "offset": "batch", "decay": "head"},
+    {"normalize": True, "dtype": "bfloat16", "layout": "bhnd", "heads": 3, "key_heads": 1, "n": 40},
+    {"layout": "bhnd", "decay": "feature", "gates": "bfloat16", "head_dim": 8},
+    {"decay": "head", "strength": 300.0, "n": 70, **_STATES},
+    {"decay": "feature", "strength": 300.0, "n": 70, "dtype": "bfloat16", **_STATES},
+    {"head_dim": 1, "value_dim": 1, "decay": "head"},
+    {"head_dim": 5, "value_dim": 33, "decay": "feature", "scale": -0.25},
+    {"head_dim": 128, "dtype": "bfloat16", "batch": 1, "heads": 1, "n": 70, "decay": "head"},
+    {"head_dim": 128, "dtype": "bfloat16", "batch": 1, "heads": 1, "n": 40, "decay": "feature"},
+    {"head_dim": 256, "value_dim": 256, "dtype": "bfloat16", "batch": 1, "heads": 1, "n": 33, "decay": "head"},
+    {"head_dim": 256, "value_dim": 3, "batch": 1, "heads": 1, "n": 33, "decay": "feature"},
+    {"n": 40, "initial_state": "float64", "return_state": True},
+    {"batch": 1, "cu_seqlens": [0, 5, 5, 6, 19], "decay": "head", **_STATES},
+    {"batch": 1, "n": 90, "cu_seqlens": [0, 1, 67, 80], "decay": "feature", **_ROTATE, "offset": 11},
+    {"batch": 1, "n": 70, "dtype": "bfloat16", "cu_seqlens": [0, 40, 70], "key_heads": 1, **_STATES},
+    {"n": 1, "decay": "head", **_ROTATE, "offset": 77, "dtype": "bfloat16", "head_dim": 64, **_STATES},
+    {"n": 3, "decay": "feature", **_ROTATE, "offset": "batch", "heads": 4, "key_heads": 2, **_STATES},
+    {"n": 1, "batch": 1, "cu_seqlens": [0, 1], **_STATES},
+    {"batch": 0, "decay": "head"},
+    {"n": 0, **_STATES},
+)
+
+OPERATOR = Operator(
+    name="delta_attention",
+    function=delta_attention,
+    reference=reference.delta_attention,
+    make_inputs=make_inputs,
+    check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
+    autocasts=("q", "k", "v"),
+    spills={
+        "chunk_kernel": 500,
+        "scan_kernel": 1000,
+        "reverse_scan_kernel": 500,
+        "feature_kernel": 400,
+        "pair_kernel": 100,
+    },
+)
+OPERATORS = (OPERATOR,)
+
+# ----------------------------------------------------------------------------------------------------------
+# Bench
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _warploom(case: Case) -> Provider:
+    need_cuda()
+    return functools.partial(delta_attention, backend="triton")
+
+
+_PROVIDERS: dict[str, Callable[[Case], Provider]] = {"warploom": _warploom, **peers.PROVIDERS}
+_ON_CPU: dict[str, Any] = {
+    "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "normalize": True, "decay": "head",
+}  # fmt: skip
+
+
+def _case(batch: int, n: int, key_heads: int, heads: int, decay: str | None, head_dim: int = 128) -> Case:
+    more = {} if decay is None else {"decay": decay}
+    return {
+        "batch": batch, "n": n, "heads": heads, "key_heads": key_heads, "head_dim": head_dim, "dtype": "bfloat16",
+        "normalize": True, **more,
+    }  # fmt: skip
+
+
+def _quick(device: str) -> list[Case]:
+    if device != "cuda":
+        return [_ON_CPU | {"n": 256}]
+    return [_case(1, 8192, 16, 32, "head")]
+
+
+def _published(device: str) -> list[Case]:
+    """Returns the shapes of the tables of FlashQLA and FlashInfer (Gated DeltaNet) and of cuDNN (KDA)."""
+    if device != "cuda":
+        return _quick(device)
+    gated = [(1, 32768, 16, 64), (1, 32768, 16, 32), (1, 8192, 16, 32), (2, 4096, 16, 16), (2, 16384, 16, 16)]
+    cases = [_case(b, n, hk, h, "head") for b, n, hk, h in gated]
+    cases += [_case(b, n, h, h, "feature") for b, n, h in ((1, 8192, 32), (2, 4096, 16), (1, 32768, 16))]
+    return [*cases, _case(1, 8192, 16, 16, None), _case(1, 32768, 4, 4, "head")]
+
+
+def _decode(device: str) -> list[Case]:
+    more = {"initial_state": True, "return_state": True}
+    if device != "cuda":
+        return [_ON_CPU | more | {"n": 1}]
+    return [{**_case(b, 1, 16, 32, decay), **more} for b in (1, 8, 64) for decay in ("head", "feature")]
+
+
+def _quick_decode(device: str) -> list[Case]:
+    return [case for case in _decode(device) if case["batch"] == 8 or device != "cuda"][:1]
+
+
+def traffic(case: Case, mode: str) -> Traffic:
+    """Returns the bytes of every tensor moved once, states too, and the operations of chunks of 64 tokens."""
+    tokens, heads, head_dim = case["batch"] * case["n"], case["heads"], case["head_dim"]
+    values, itemsize = case.get("value_dim", head_dim), getattr(torch, case["dtype"]).itemsize
+    rows = 2 * case.get("key_heads", heads) * head_dim + heads * values
+    gates = heads * {None: 1, "head": 2, "feature": 1 + head_dim}[case.get("decay")]
+    inputs = tokens * (rows * itemsize + 4 * gates)
+    out = tokens * heads * values * itemsize
+    state = case["batch"] * heads * head_dim * values * 4 if case.get("initial_state") else 0
+    flops = 2 * tokens * heads * (64 * (2 * head_dim + values) + 3 * head_dim * values)
+    forward = Traffic.of_bytes(inputs + state, out + state, flops)
+    backward = Traffic.of_bytes(inputs + out, inputs, 3 * flops)
+    if mode == "fwd_bwd":
+        return Traffic.of_bytes(2 * inputs + out + state, inputs + out + state, 4 * flops)
+    return forward if mode == "fwd" else backward
+
+
+BENCHES = (
+    Bench(
+        name="delta-attention",
+        operator=OPERATOR,
+        suites={"quick": _quick, "published": _published},
+        providers=_PROVIDERS,
+        precompiled=("torch",),
+        quick=("warploom", "torch"),
+        traffic=traffic,
+        title="Delta rule attention",
+        modes=("fwd", "bwd", "fwd_bwd"),
+    ),
+    Bench(
+        name="delta-attention-decode",
+        operator=OPERATOR,
+        suites={"quick": _quick_decode, "published": _decode},
+        providers=_PROVIDERS,
+        precompiled=("torch",),
+        quick=("warploom", "torch"),
+        traffic=traffic,
+        title="Delta rule attention, a step of decoding",
+        x="batch",
+        modes=("fwd",),
+    ),
+)

@@ -1,0 +1,54 @@
+"""Tiles of the delta rule's kernels, as data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LEAST = 16
+"""The least size of every side of a product of tiles."""
+
+CHUNKS = {True: 32, False: 16}
+"""Tokens of a chunk, by whether numbers have 16 bits: the most rows of a product are 32 (`triton.tiles`), and tiles
+of float32 factors, which come in three terms, have to fit in registers."""
+
+STEPS = 4
+"""Tokens of a sequence, at most, that are taken one by one."""
+
+
+class DeltaTile(NamedTuple):
+    """Tile of a launch, and options that it is compiled with."""
+
+    features: int  # of a query or key, at most
+    columns: int  # features of a value, at most
+    warps: int
+    stages: int
+
+
+# By kernel, whether numbers have 16 bits, and the most features of a query or key.
+_TILES: dict[tuple[str, bool], list[tuple[int, DeltaTile]]] = {
+    ("chunk", True): [(256, DeltaTile(64, 64, 4, 1))],
+    ("chunk", False): [(256, DeltaTile(32, 32, 4, 1))],
+    ("scan", True): [(128, DeltaTile(256, 32, 4, 3)), (256, DeltaTile(256, 32, 4, 1))],
+    ("scan", False): [(128, DeltaTile(256, 32, 8, 1)), (256, DeltaTile(256, 16, 8, 1))],
+    ("pair", True): [(256, DeltaTile(64, 64, 4, 1))],
+    ("pair", False): [(256, DeltaTile(32, 32, 4, 1))],
+    ("feature", True): [(256, DeltaTile(64, 32, 4, 1))],
+    ("feature", False): [(256, DeltaTile(32, 16, 4, 1))],
+    ("encoding", True): [(256, DeltaTile(256, 16, 4, 1))],
+    ("encoding", False): [(256, DeltaTile(256, 16, 4, 1))],
+    ("step", True): [(256, DeltaTile(256, 32, 4, 1))],
+    ("step", False): [(256, DeltaTile(256, 32, 4, 1))],
+}
+
+
+def tile_of(kernel: str, half: bool, features: int, values: int) -> DeltaTile:
+    """Returns the tile of a launch, by kernel, whether numbers have 16 bits, and features of keys and values."""
+    tile = next(tile for most, tile in _TILES[kernel, half] if features <= most)
+    return tile._replace(
+        features=min(tile.features, in_power_of_two(features)), columns=min(tile.columns, in_power_of_two(values))
+    )
+
+
+def in_power_of_two(features: int) -> int:
+    """Returns the block that holds so many features."""
+    return max(LEAST, 1 << (features - 1).bit_length())

@@ -1,0 +1,230 @@
+"""Delta rule attention on kernels: what a call allocates and launches.
+
+What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
+are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs, DeltaOptions
+from warploom.ops.delta_attention.configs import CHUNKS, STEPS, in_power_of_two
+from warploom.ops.delta_attention.triton.launch import (
+    ChunkBuffers,
+    parts_of,
+    plan_chunks,
+    plan_decode,
+    plan_encode,
+    plan_features,
+    plan_pairs,
+    plan_reverse_scan,
+    plan_scan,
+    plan_step,
+    wide_values,
+    work_dtype,
+)
+from warploom.ops.lrpe import engine as lrpe
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
+from warploom.runtime.launch import Buffer, Launch
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+
+class DeltaForward(NamedTuple):
+    """Plan of a forward: a step, or what chunks hold and the scan over them."""
+
+    out: Buffer
+    final: Buffer | None
+    step: Launch | None
+    buffers: ChunkBuffers | None
+    chunks: Launch | None
+    scan: Launch | None
+
+
+def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    """Returns outputs (B, N, H, E), and the last states (S, H, D, E) in float32 where they are asked for."""
+    q, k, v, beta, decay, theta, initial, offsets, cu_seqlens = inputs
+    plan = plans.get("forward", plan_forward, inputs, options)
+    out = plan.out.empty(q)
+    final = None if plan.final is None else plan.final.empty(q)
+    if plan.step is not None:
+        plan.step(q, k, v, out, initial, final, beta, decay, theta, offsets, offset)
+    elif plan.buffers is not None and plan.chunks is not None and plan.scan is not None:
+        held = plan.buffers.empty(q)
+        plan.chunks(q, k, v, beta, decay, theta, offsets, cu_seqlens, *held, offset)
+        plan.scan(*held[:6], initial, out, final, None, None, cu_seqlens)
+    return out, final
+
+
+def plan_forward(inputs: DeltaInputs, options: DeltaOptions) -> DeltaForward:
+    """Plans `forward`."""
+    tokens = int(inputs.q.shape[1])
+    out = layout_of(inputs.v, inputs.v.shape[3])
+    is_step = 0 < tokens <= STEPS and inputs.cu_seqlens is None
+    call = DeltaCall(inputs, options, CHUNKS[inputs.q.dtype.itemsize < 4])
+    final = Buffer.rows(call.state_shape, torch.float32) if options.return_state else None
+    if is_step:
+        step = plan_step(call._replace(chunk=STEPS), out, inputs.initial_state, final)
+        return DeltaForward(Buffer.like(out), final, step, None, None, None)
+    chunks = plan_chunks(call, inputs.q, inputs.k, encoding=True)
+    scan = plan_scan(call, out, inputs.initial_state, final)
+    return DeltaForward(Buffer.like(out), final, None, ChunkBuffers.of(call, False), chunks, scan)
+
+
+class EncodedRows(NamedTuple):
+    """Plan of queries or keys that are not used as they come, and of their gradients."""
+
+    encoded: Buffer | None  # None where a head of keys serves several, and nothing is encoded
+    encode: Launch | None
+    grads: Buffer
+    decode: Launch
+
+    @classmethod
+    def of(cls, call: DeltaCall, x: Tensor, dx: Tensor) -> EncodedRows:
+        """Plans those of ``x``, whose gradient ``dx`` has no memory yet."""
+        encoded = torch.empty(x.shape, dtype=x.dtype, device="meta") if call.encoded else x
+        grads = torch.empty((*x.shape[:2], call.heads, x.shape[3]), dtype=torch.float32, device="meta")
+        encode = plan_encode(call, x, encoded) if call.encoded else None
+        decode = plan_decode(call, x, encoded, grads, dx)
+        return cls(Buffer.like(encoded) if call.encoded else None, encode, Buffer.like(grads), decode)
+
+
+class DeltaBackward(NamedTuple):
+    """Plan of a backward."""
+
+    dq: Buffer
+    dk: Buffer
+    dv: Buffer
+    dbeta: Buffer
+    ddecay: Buffer | None
+    first: Buffer | None
+    queries: EncodedRows | None
+    keys: EncodedRows | None
+    buffers: ChunkBuffers
+    states: Buffer  # also of their gradients
+    updates: Buffer
+    chunks: Launch
+    scan: Launch
+    reverse: Launch
+    corrections: Buffer
+    pair_gradients: Buffer
+    pairs: Launch
+    features: Launch
+
+
+def backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, offset: int,
+    wanted: Sequence[bool], plans: Plans,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the gradients of q, k, v, beta, decay, theta and the first state, of those that are wanted."""
+    if options.scale == 0:  # gradients of states, which are kept over the scale, do not come from outputs then
+        grad, options = grad * 0.0, options._replace(scale=1.0)
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
+    q, k, v, beta, decay, theta, initial, _, cu_seqlens = inputs
+    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
+    dq, dk, dv, dbeta = (buffer.empty(q) for buffer in (plan.dq, plan.dk, plan.dv, plan.dbeta))
+    ddecay = None if plan.ddecay is None else plan.ddecay.empty(q)
+    first = None if plan.first is None else plan.first.empty(q)
+    queries, keys, of_q, of_k = q, k, dq, dk
+    if plan.queries is not None and plan.keys is not None:
+        queries, keys = (
+            _encode(plan.queries, q, inputs, offset),
+            _encode(plan.keys, k, inputs, offset),
+        )
+        of_q, of_k = plan.queries.grads.empty(q), plan.keys.grads.empty(q)
+    held = plan.buffers.empty(q)
+    plan.chunks(queries, keys, v, beta, decay, None, None, cu_seqlens, *held, 0)
+    states, updates = plan.states.empty(q), plan.updates.empty(q)
+    plan.scan(*held[:6], initial, None, None, states, updates, cu_seqlens)
+    dstates, dupdates = plan.states.empty(q), plan.updates.empty(q)
+    plan.reverse(
+        held.from_start, held.until_end, held.scores, held.predicted, held.kept, grad, grad_state, first,
+        dstates, dupdates, cu_seqlens,
+    )  # fmt: skip
+    corrections, of_pairs = plan.corrections.empty(q), plan.pair_gradients.empty(q)
+    plan.pairs(
+        v, beta, decay, cu_seqlens, grad, held.scores, held.inverse, held.decayed, states, updates, dupdates,
+        corrections, of_pairs, dv, dbeta, ddecay,
+    )  # fmt: skip
+    plan.features(
+        queries, keys, decay, cu_seqlens, grad, states, updates, dstates, corrections, of_pairs, of_q, of_k, ddecay
+    )
+    dtheta = None
+    if plan.queries is not None and plan.keys is not None:
+        plan.queries.decode(q, queries, of_q, dq, cu_seqlens)
+        plan.keys.decode(k, keys, of_k, dk, cu_seqlens)
+        if theta is not None:
+            dtheta = _rotate_back(((q, dq), (k, dk)), theta, inputs, options, offset, wanted[5], plans)
+    if ddecay is not None and decay is not None:
+        ddecay = (ddecay.sum(-1) if decay.dim() == 3 else ddecay).to(decay.dtype)
+    return dq, dk, dv, dbeta, ddecay, dtheta, first if wanted[6] else None
+
+
+def _encode(plan: EncodedRows, x: Tensor, inputs: DeltaInputs, offset: int) -> Tensor:
+    """Returns the encoded rows of ``x``."""
+    if plan.encoded is None or plan.encode is None:
+        return x
+    encoded = plan.encoded.empty(x)
+    plan.encode(x, encoded, inputs.theta, inputs.offsets, inputs.cu_seqlens, offset)
+    return encoded
+
+
+def _rotate_back(
+    rows: Sequence[tuple[Tensor, Tensor]], theta: Tensor, inputs: DeltaInputs, options: DeltaOptions, offset: int,
+    of_theta: bool, plans: Plans,
+) -> Tensor | None:  # fmt: skip
+    """Rotates gradients of rotated rows back in place; returns that of theta if it is wanted.
+
+    ``rows`` are pairs of what was rotated and these gradients. Rows may be divided by their lengths before or after
+    they are rotated.
+    """
+    turns = LrpeOptions(kind=options.kind, activation="none")
+    dtheta: Tensor | None = None
+    # Two gradients of theta are added up in its dtype, for which 16 bits are too few.
+    wide = theta.to(torch.promote_types(theta.dtype, torch.float32))
+    for x, gradient in rows:
+        encoded = LrpeInputs(x, wide, offsets=inputs.offsets, cu_seqlens=inputs.cu_seqlens)
+        part = lrpe.backward(gradient, encoded, offset, turns, of_theta, plans, gradient)[1]
+        dtheta = part if dtheta is None or part is None else dtheta + part
+    return None if dtheta is None else dtheta.to(theta.dtype)
+
+
+def plan_backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, wanted: Sequence[bool]
+) -> DeltaBackward:
+    """Plans `backward`."""
+    q, k, v, beta, decay, _, initial, *_ = inputs
+    call = DeltaCall(inputs, options, CHUNKS[q.dtype.itemsize < 4])
+    dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
+    queries = keys = None
+    rows, grads = (q, k), (dq, dk)
+    if call.encoded or call.group > 1:
+        queries, keys = EncodedRows.of(call, q, dq), EncodedRows.of(call, k, dk)
+        shape = (*q.shape[:2], call.heads, q.shape[3])
+        rows = (torch.empty(q.shape, dtype=q.dtype, device="meta"),) * 2 if call.encoded else rows
+        grads = (torch.empty(shape, dtype=torch.float32, device="meta"),) * 2
+    first = None
+    if wanted[6] and initial is not None:
+        first = Buffer.rows(call.state_shape, initial.dtype)
+    wide, work = wide_values(call), work_dtype(call)
+    shape = (call.slots, call.heads)
+    updates = Buffer.rows((*shape, call.chunk, wide), work)
+    ddecay = None
+    if decay is not None:  # that of a head comes in parts
+        ddecay = Buffer.rows((*decay.shape, *([parts_of(call)] if decay.dim() == 3 else [])), torch.float32)
+    return DeltaBackward(
+        Buffer.like(dq), Buffer.like(dk), Buffer.like(dv), Buffer.rows(tuple(beta.shape), beta.dtype), ddecay,
+        first, queries, keys, ChunkBuffers.of(call, True),
+        Buffer.rows((*shape, wide, in_power_of_two(call.features)), work), updates,
+        plan_chunks(call, *rows, encoding=False), plan_scan(call, None, initial, None),
+        plan_reverse_scan(call, grad, grad_state, first), updates,
+        Buffer.rows((*shape, 2 * call.chunk, call.chunk), work), plan_pairs(call, grad, dv),
+        plan_features(call, *rows, grad, grads),
+    )  # fmt: skip

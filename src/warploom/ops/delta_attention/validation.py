@@ -1,0 +1,168 @@
+"""Validation of the arguments of delta rule attention. Only `check_values` reads data of tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.ops.delta_attention.call import DeltaInputs, DeltaOptions
+from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
+from warploom.runtime.dispatch import ValidatedCall
+from warploom.runtime.values import check_bounds, check_decays, check_positions
+
+Tensor = torch.Tensor
+
+NAME = "delta_attention"
+Encoding = Literal["none", "rotate"]
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MAX_FEATURES = 256
+"""Features of a query or key, and of a value, that the kernels hold on chip at once."""
+MAX_ROWS = 2**31 - 2**12
+"""Rows of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
+SCALES = (2.0**-60, 2.0**60)
+"""The least and the largest size of a scale but 0, by which the kernels can divide a gradient and multiply it."""
+
+
+def check(name: str, inputs: DeltaInputs, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
+    """Validates a call.
+
+    Args:
+        name: Of the public function.
+        inputs: Its tensors.
+        options: encoding, interleaved, normalize, scale and return_state.
+        offset: The offset, if it is no tensor.
+    """
+    q, k, v, beta, decay, theta, initial_state, offsets, cu_seqlens = inputs
+    encoding, interleaved, normalize, scale, return_state = options
+    _check_rows(q, k, v)
+    for argument, flag in (("interleaved", interleaved), ("normalize", normalize), ("return_state", return_state)):
+        if not isinstance(flag, bool):
+            raise fault(DtypeError, NAME, argument, "a bool", repr(flag))
+    if encoding not in get_args(Encoding):
+        raise fault(ArgumentError, NAME, "encoding", f"one of {', '.join(get_args(Encoding))}", repr(encoding))
+    if interleaved and encoding != "rotate":
+        raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
+    _check_theta(q, theta, encoding)
+    _check_positions(q, offset, offsets, cu_seqlens)
+    _check_gates(q, v, beta, decay)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _check_state(q, initial_state, (sequences, v.shape[2], q.shape[3], v.shape[3]))
+    reason = _beyond_kernels(q, v, scale)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        check_number(NAME, "scale", scale)
+    return ValidatedCall(
+        DeltaOptions("interleaved" if interleaved else encoding, normalize, scale, return_state),
+        reason,
+        num_results=2 if return_state else 1,
+        numbers=(-LARGEST, LARGEST + 1 - q.shape[1]) if offsets is None else (0, 0),
+    )
+
+
+def check_values(name: str, inputs: DeltaInputs) -> None:
+    """Checks what tensors of a valid call hold."""
+    check_decays(name, "decay", inputs.decay)
+    check_positions(name, "offset", inputs.offsets)
+    check_bounds(name, "cu_seqlens", inputs.cu_seqlens, inputs.q.shape[1])
+
+
+def _beyond_kernels(q: Tensor, v: Tensor, scale: float | None) -> str | None:
+    """Returns what the Triton kernels do not do in this call, if anything."""
+    for what, size in (("query or key", q.shape[-1]), ("value", v.shape[-1])):
+        if size > MAX_FEATURES:
+            return f"a {what} of {size} features does not fit in one tile ({MAX_FEATURES} at most)"
+    if not is_within(math.prod(v.shape[:3]), MAX_ROWS):
+        return f"v has {math.prod(v.shape[:3])} rows of features ({MAX_ROWS} at most)"
+    if isinstance(scale, int | float) and scale != 0 and not SCALES[0] <= abs(scale) <= SCALES[1]:
+        return f"a scale of {scale} is neither 0 nor between 2**-60 and 2**60 in size"
+    return None
+
+
+def _check_device(argument: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(NAME, argument, tensor, FLOATS)
+        if tensor.dtype != q.dtype:
+            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
+        _check_device(argument, tensor, q)
+    if q.dim() != 4 or 0 in q.shape[2:]:
+        raise fault(ShapeError, NAME, "q", "(B, N, Hk, D) with Hk ≥ 1 and D ≥ 1", shape_of(q))
+    if k.shape != q.shape:
+        raise fault(ShapeError, NAME, "k", f"of the shape of q, {shape_of(q)}", shape_of(k))
+    batch, tokens, heads, _ = q.shape
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or 0 in v.shape[2:] or v.shape[2] % heads:
+        expected = f"(B, N, H, E) with B = {batch}, N = {tokens}, H a multiple of Hk = {heads}, E ≥ 1"
+        raise fault(ShapeError, NAME, "v", expected, shape_of(v))
+
+
+def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
+    if encoding == "none":
+        if theta is not None:
+            raise fault(ArgumentError, NAME, "theta", 'left out when encoding="none"', "both")
+        return
+    if theta is None:
+        raise fault(ArgumentError, NAME, "theta", f'given when encoding="{encoding}"', None)
+    check_tensor(NAME, "theta", theta, FLOATS)
+    heads, features = q.shape[2], q.shape[3]
+    if features % 2:
+        raise fault(ShapeError, NAME, "q", "of an even number of features D", shape_of(q))
+    rows, most = theta.shape[0] if theta.dim() == 2 else 1, features // 2
+    if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= most:
+        expected = f"(Hk, F), (1, F) or (F,) with Hk = {heads} and 1 ≤ F ≤ {most}"
+        raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
+    _check_device("theta", theta, q)
+
+
+def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    batch, tokens = q.shape[:2]
+    if offsets is not None:
+        check_tensor(NAME, "offset", offsets, _INTEGERS)
+        if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != batch):
+            raise fault(ShapeError, NAME, "offset", f"() or (B,) with B = {batch}", shape_of(offsets))
+        _check_device("offset", offsets, q)
+    elif not is_int(offset):
+        raise fault(DtypeError, NAME, "offset", "an int or an integer tensor", repr(offset))
+    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
+        expected = "such that all positions are below 2**31 in size"
+        raise fault(ArgumentError, NAME, "offset", expected, format_value(offset))
+    if cu_seqlens is None:
+        return
+    check_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise fault(ShapeError, NAME, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+    if batch != 1:
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
+    _check_device("cu_seqlens", cu_seqlens, q)
+
+
+def _check_gates(q: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> None:
+    batch, tokens, heads, _ = v.shape
+    check_tensor(NAME, "beta", beta, FLOATS)
+    if beta.shape != v.shape[:3]:
+        expected = f"(B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
+        raise fault(ShapeError, NAME, "beta", expected, shape_of(beta))
+    _check_device("beta", beta, q)
+    if decay is None:
+        return
+    check_tensor(NAME, "decay", decay, FLOATS)
+    if decay.shape not in (v.shape[:3], (*v.shape[:3], q.shape[3])):
+        expected = f"(B, N, H) or (B, N, H, D) with B = {batch}, N = {tokens}, H = {heads}, D = {q.shape[3]}"
+        raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
+    _check_device("decay", decay, q)
+
+
+def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
+    if state is None:
+        return
+    check_tensor(NAME, "initial_state", state, FLOATS)
+    if tuple(state.shape) != shape:
+        raise fault(ShapeError, NAME, "initial_state", f"(S, H, D, E) = {shape}", shape_of(state))
+    _check_device("initial_state", state, q)
