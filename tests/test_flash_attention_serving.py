@@ -1,6 +1,7 @@
 """A server's batch in one call: packed queries on a cache, dense or in pages, any number of queries a sequence."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def draw_call(
     device: torch.device, dtype: torch.dtype, number: int = 0, heads: int = 4, key_heads: int = 2, most: int = 41,
-    size: int | None = 4, features: int = 24,
+    size: int | None = 4, features: int = 24, values: int = 16, counts: Sequence[int] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """A random batch: prompts, chunks, single tokens and nothing. Keys that are not used are NaN."""
     generator = seeds.generator(number)
@@ -40,7 +41,7 @@ def draw_call(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    counts = [integer(0, 30), 1, 0, integer(1, 4), integer(2, 20), 1]
+    counts = counts or [integer(0, 30), 1, 0, integer(1, 4), integer(2, 20), 1]
     used = [count + integer(0, most - count) for count in counts]
     bounds = [*itertools.accumulate(counts, initial=0)]
     q = draw(1, bounds[-1] + 3, heads, features)
@@ -52,7 +53,7 @@ def draw_call(
         rows, columns = len(counts) * places + 2, size
         table = torch.randperm(rows, generator=generator)[: len(counts) * places].view(len(counts), places)
         call["block_table"] = table.to(device, torch.int32)
-    call["k"], call["v"] = draw(rows, columns, key_heads, features), draw(rows, columns, key_heads, 16)
+    call["k"], call["v"] = draw(rows, columns, key_heads, features), draw(rows, columns, key_heads, values)
     for s, keys in enumerate(used):
         for place in range(keys, most):
             slot = (s, place) if size is None else (int(call["block_table"][s, place // size]), place % size)
@@ -114,12 +115,52 @@ def test_loops_that_are_split(options: str, dtype: torch.dtype, device: torch.de
     assert_right(with_options(call, options), "triton")
 
 
+PROMPTS = [300, 1, 0, 129, 40, 2]
+"""Queries of sequences, some of which take several tiles."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [64, 80, 128])
+@pytest.mark.parametrize("size", [None, 8, 16, 32, 64, 128, 256, 24])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_prompts_of_several_tiles(options: str, size: int | None, features: int, device: torch.device) -> None:
+    """On Hopper tiles are copied page by page, where these divide a tile or are a multiple of it."""
+    shape: dict[str, Any] = {"most": 900, "features": features, "values": features, "counts": PROMPTS}
+    call = draw_call(device, torch.bfloat16, number=2, size=size, **shape)
+    assert_right(with_options(call, options), "triton")
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_the_size_of_pages(device: torch.device) -> None:
+    shape: dict[str, Any] = {"most": 900, "features": 128, "values": 128, "counts": PROMPTS}
+    call = with_options(draw_call(device, torch.bfloat16, size=128, **shape), "causal")
+    out = flash_attention(**call, backend="triton")
+    size = call["k"].shape[1]
+    for smaller in (8, 16, 64):
+        parts = size // smaller
+        table = call["block_table"][..., None] * parts + torch.arange(parts, device=device)
+        other = call | {"block_table": table.flatten(1).int()}
+        other |= {name: call[name].unflatten(1, (parts, smaller)).flatten(0, 1) for name in ("k", "v")}
+        assert torch.equal(flash_attention(**other, backend="triton"), out)
+    dense = call | {"block_table": None}
+    dense |= {name: call[name][call["block_table"].long()].flatten(1, 2) for name in ("k", "v")}
+    assert torch.equal(flash_attention(**dense, backend="triton"), out)
+
+
 @needs_triton
-@pytest.mark.parametrize("most", [41, 700])
+@pytest.mark.parametrize(
+    ("most", "shape"), [(41, {}), (700, {}), (900, {"features": 64, "values": 64, "counts": PROMPTS})]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, most: int, device: torch.device) -> None:
+def test_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, most: int, shape: dict[str, Any], device: torch.device
+) -> None:
     """Alone, among others, in another order and on other pages."""
-    call = with_options(draw_call(device, dtype, most=most, key_heads=1), "causal")
+    if shape and device.type == "cpu":
+        pytest.skip("takes a GPU")
+    call = with_options(
+        draw_call(device, dtype, most=most, key_heads=1, size=16 if shape else 4, **shape), "causal"
+    )
     out = flash_attention(**call, backend="triton")
     bounds = call["cu_seqlens_q"].tolist()
     for s, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -147,12 +188,16 @@ def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, most: int, device: 
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [10**9, -(10**9)])
 @pytest.mark.parametrize("bad", ["bounds", "lengths", "pages"])
-def test_numbers_that_are_not_so_read_nothing_outside(bad: str, device: torch.device) -> None:
+def test_numbers_that_are_not_so_read_nothing_outside(
+    bad: str, number: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """On a GPU numbers are not checked; a compiled or recorded call is not either."""
-    call = draw_call(device, torch.float32)
+    call = draw_call(device, dtype, size=16, features=64 if device.type == "cuda" else 24)
     numbers = {"bounds": "cu_seqlens_q", "lengths": "seqused_k", "pages": "block_table"}[bad]
-    call[numbers] = torch.full_like(call[numbers], 10**9)
+    call[numbers] = torch.full_like(call[numbers], number)
     arguments = [call["q"], call["k"], call["v"], None, call["cu_seqlens_q"], None, call["seqused_k"]]
     torch.ops.warploom.flash_attention(*arguments, call["block_table"], None, 0, 0.3, None, None)
     if device.type == "cuda":

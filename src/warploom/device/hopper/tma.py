@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -35,6 +37,18 @@ def tiles_in(tiles, width, layout, _semantic=None):
     width = getattr(width, "value", width)
     shape = [count * columns // width, 1, 1, rows, width]
     return _semantic.memdesc_reinterpret(tiles, tiles.dtype, shape, getattr(layout, "value", layout))
+
+
+@builtin
+def boxes_in(tiles, desc, _semantic=None):
+    """Buffers (count, 1, 1, rows, columns) in shared memory as the boxes of a descriptor: see `matrix_in`.
+
+    The boxes of a buffer come one below the other, then beside these. They have 64 columns of 16 bits, as wide as
+    the swizzled columns that a buffer's memory consists of, and a multiple of 8 rows.
+    """
+    rows, columns = desc.block_type.shape[2:]
+    count = math.prod(tiles.shape) // (rows * columns)
+    return _semantic.memdesc_reinterpret(tiles, tiles.dtype, [count, 1, 1, rows, columns], desc.layout)
 
 
 async_add = getattr(tma, "async_atomic_add", None) or _async_add

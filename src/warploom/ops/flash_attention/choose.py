@@ -143,8 +143,21 @@ def _plan_decode(call: Call, tensors: ForwardTensors) -> variants.DecodeForward 
 def _packed_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
     if not call.mask.on_cache:
         return "PackedCacheForward: queries are not packed on a cache"
-    many: Any = _triton_forward(call, tensors)
+    many: Any = _first("forward, more queries", _CACHE_FORWARD, call, tensors)
     return variants.PackedCacheForward(many, _plan_decode(call, tensors))
+
+
+def _hopper_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
+    if not call.aligned:
+        return "HopperCacheForward: an address is no multiple of 16 bytes"
+    units = varlen.plan_cache_units(call, decode.few_queries(call), tensors.out)
+    if isinstance(units, str):
+        return f"HopperCacheForward: {units}"
+    on_units = units.call
+    obstacle = hopper.obstacle("forward", on_units.shape, on_units.mask, call.scale, *tensors)
+    if obstacle := obstacle or hopper.cache_obstacle(on_units, call.mask.block_table, tensors.k):
+        return f"HopperCacheForward: {obstacle}"
+    return variants.HopperCacheForward(units, hopper.plan_cache(on_units, call.mask.block_table, tensors))
 
 
 def _hopper_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
@@ -193,6 +206,7 @@ def _triton_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant:
     return variant if terms is None else variants.TermsForward(terms, variant)
 
 
+_CACHE_FORWARD = (_hopper_cache_forward, _triton_forward)
 FORWARD = (_packed_cache_forward, _decode_forward, _hopper_forward, _triton_forward)
 """Makers of variants of a forward, in the order in which they are tried. The last takes every call."""
 

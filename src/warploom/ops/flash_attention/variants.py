@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from warploom.ops.flash_attention.hopper.launch_varlen import Copy, Spread
+from warploom.ops.flash_attention.hopper.launch_varlen import CacheUnits, Copy, Spread
 from warploom.ops.flash_attention.problem import LOG2_E, MaskSpec
 from warploom.ops.flash_attention.triton.launch import Terms
 from warploom.runtime.launch import Buffer, Launch
@@ -89,7 +89,7 @@ class HopperForward(NamedTuple):
                 counters.zero_()
         packed = None if mask.shifts is None else out
         self.launch(
-            q, k, v, out, lse, statistics, counters, mask.seqused_k, mask.units_q, mask.shifts, packed, sink
+            q, k, v, out, lse, statistics, counters, mask.seqused_k, None, mask.units_q, mask.shifts, packed, sink
         )
 
     def write_parts(self, inputs: ForwardInputs, part: Tensor, lse: Tensor, statistics: Tensor) -> None:
@@ -160,10 +160,24 @@ class SplitDecodeForward(NamedTuple):
         self.combine(part, part_statistics, out, lse, statistics, inputs.sink, inputs.mask.cu_seqlens_q)
 
 
-class PackedCacheForward(NamedTuple):
-    """The Triton kernels on packed queries and a cache: one for prompts and chunks, one for few queries."""
+class HopperCacheForward(NamedTuple):
+    """The kernel for Hopper on packed queries and a cache, except for sequences of few queries."""
 
-    many: TritonForward
+    units: CacheUnits
+    launch: Launch
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+        q, k, v, mask, sink, _ = inputs
+        units, shifts, counts = self.units(mask, out)
+        self.launch(
+            q, k, v, out, lse, statistics, counts, None, mask.block_table, units, shifts, out, sink
+        )  # fmt: skip
+
+
+class PackedCacheForward(NamedTuple):
+    """Two kernels on packed queries and a cache: one for prompts and chunks, one for few queries."""
+
+    many: TritonForward | HopperCacheForward
     few: DecodeForward | SplitDecodeForward
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
@@ -175,6 +189,7 @@ ForwardVariant: TypeAlias = (
     NothingForward
     | TritonForward
     | HopperForward
+    | HopperCacheForward
     | VarlenForward
     | SplitForward
     | TermsForward

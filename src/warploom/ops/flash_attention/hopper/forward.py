@@ -21,7 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import Ring, barriers, copy_tile, init_each, matrix, new_ring, wait_full
+from warploom.device.hopper.pipeline import (
+    Ring,
+    barriers,
+    copy_tile,
+    init_each,
+    matrix,
+    new_ring,
+    wait_empty,
+    wait_full,
+)
 from warploom.ops.flash_attention.hopper.masks import first_key, own_queries, tile_of_step, without_first_step
 from warploom.ops.flash_attention.hopper.softmax import LN_2, exponent_base, softmax_step, with_sink
 from warploom.ops.flash_attention.hopper.tiles import (
@@ -52,6 +61,7 @@ from warploom.ops.flash_attention.hopper.work import (
     receive,
     tile_place,
     tiles_of,
+    with_blocks,
 )
 
 
@@ -264,6 +274,43 @@ def are_counted(tiles, programs):
 
 
 @gluon.jit
+def cache_places(n, seq, call, desc, KEYS: gl.constexpr):
+    """Returns page and row of each box of the ``KEYS`` keys from ``n`` on; or sequence and row of a cache in one piece.
+
+    Behind the sequence's keys, where a table may hold anything, it is page −1: what is copied of it is zeros.
+    """
+    BOX: gl.constexpr = desc.block_type.shape[2]
+    places = ()
+    for i in gl.static_range(KEYS // BOX):
+        row = n + i * BOX
+        page = seq.number
+        if call.block_table is not None:
+            page_size = desc.shape[2]
+            pages = call.block_table + seq.number.to(gl.int64) * (call.lengths.keys // page_size)
+            page = gl.load(pages + row // page_size, mask=row < seq.keys, other=-1).to(gl.int32)
+            row = row % page_size
+        places += ((page, row),)
+    return places
+
+
+@gluon.jit
+def copy_cached(desc, places, head, ring, count):
+    """Copy the tile number ``count``, box by box, from its `cache_places`, once its buffer is empty."""
+    BOXES: gl.constexpr = len(places)
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    PIECES: gl.constexpr = ring.tiles.shape[4] // WIDTH
+    boxes = tma.boxes_in(ring.tiles, desc)
+    slot = wait_empty(ring.empty, count)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, PIECES * BOXES * desc.block_type.nbytes)
+    for i in gl.static_range(BOXES):
+        page, row = places[i]
+        for piece in gl.static_range(PIECES):
+            box = boxes.index((slot * PIECES + piece) * BOXES + i)
+            tma.async_copy_global_to_shared(desc, [page, head, row, piece * WIDTH], full, box)
+
+
+@gluon.jit
 def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of queries and has a KV loop.
 
@@ -291,8 +338,13 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
         for i in range(queries.end - queries.begin):
             n = first_key(tile_of_step(i, queries, call), queries.seq, call, BLOCK_N)
             n -= key_shift
-            copy_tile(kernel.k_desc, batch, head // schedule.group, n, k, count, batch_size, TERMS)
-            copy_tile(kernel.v_desc, batch, head // schedule.group, n, v, count, batch_size, TERMS)
+            if config.CACHE is not None:
+                places = cache_places(n, queries.seq, call, kernel.k_desc, config.CACHE)
+                copy_cached(kernel.k_desc, places, head // schedule.group, k, count)
+                copy_cached(kernel.v_desc, places, head // schedule.group, v, count)
+            else:
+                copy_tile(kernel.k_desc, batch, head // schedule.group, n, k, count, batch_size, TERMS)
+                copy_tile(kernel.v_desc, batch, head // schedule.group, n, v, count, batch_size, TERMS)
             count += 1
         done += 1
         if COUNTED:
@@ -306,7 +358,7 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, units, shifts, out_rows, sink,
+    q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, block_table, units, shifts, out_rows, sink,
     lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scale: gl.float32, out_strides: SplitStrides,
     config: gl.constexpr,
 ):  # fmt: skip
@@ -315,8 +367,9 @@ def hopper_forward_kernel(
     Descriptors are of (B, H, N, D), with boxes of (1, 1, 64, D) for queries and results and (1, 1, BLOCK_N, D) for
     keys and values; those of queries and keys may be as wide as one of ``PIECES`` of a row. ``counter`` (1,) is zero
     where there are more tiles than programs, unless these have fixed shares (`are_counted`). With ``units`` and
-    ``shifts`` sequences are packed, and ``out_rows`` is the address of ``out``. The sink (H,) comes with one split
-    alone. Writes what `triton.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and
+    ``shifts`` sequences are packed, and ``out_rows`` is the address of ``out``. Keys in a ``CACHE`` have boxes of
+    (1, 1, rows, 64), pages in ``block_table`` if there is one, and behind the counter stands how many units there
+    are. The sink (H,) comes with one split alone. Writes what `triton.forward.forward_kernel` writes: if ``SPLIT``, ``out`` is the address of the parts, and
     otherwise a descriptor.
     """
     SPLIT: gl.constexpr = config.SPLIT
@@ -328,14 +381,17 @@ def hopper_forward_kernel(
     if SPLIT:  # what merges parts is put in place while this still runs, and waits for it
         gdc_launch_dependents()
     D: gl.constexpr = q_desc.block_type.shape[3]
-    E: gl.constexpr = v_desc.block_type.shape[3]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    CACHED: gl.constexpr = config.CACHE is not None
+    E: gl.constexpr = D if CACHED else v_desc.block_type.shape[3]
+    BLOCK_N: gl.constexpr = config.CACHE if CACHED else k_desc.block_type.shape[2]
+    K_LAYOUT: gl.constexpr = q_desc.layout if CACHED else k_desc.layout
+    V_LAYOUT: gl.constexpr = q_desc.layout if CACHED else v_desc.layout
     dtype: gl.constexpr = q_desc.dtype
     # Tiles of queries: one that attends, and the next, where there is room for it.
     Q_STAGES: gl.constexpr = 2 if PIECES * D <= NARROW_HEAD else 1
     q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES * GROUPS * PIECES, 1, 1, ROWS, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES * PIECES, 1, 1, BLOCK_N, D], K_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, E], V_LAYOUT)
     out_tiles = None
     if not SPLIT:
         if PIECES * D > NARROW_HEAD:
@@ -347,20 +403,24 @@ def hopper_forward_kernel(
     go = barriers(GROUPS)
     init_each(go)
     fence_async_shared()
+    if CACHED:
+        schedule = with_blocks(schedule, gl.load(counter + 1))
     UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None, units is not None)
     call = AttentionCall(
         lengths, schedule, right, scale, None, window, seqused_k, sink, SOFTCAP,
-        exponent_base(SOFTCAP, dtype), units, shifts,
+        exponent_base(SOFTCAP, dtype), units, shifts, block_table,
     )  # fmt: skip
     result = Result(out, out_tiles, out_strides, out_rows)
     kernel = QueryKernel(
         scheduler, q_tiles, None, k, v, go, None, result, lse, statistics, None, None, None,
         (q_desc,), (q_tiles,), k_desc, v_desc, call,
     )  # fmt: skip
+    # Places of pages take the copying warp more registers.
+    REGISTERS: gl.constexpr = [232, 40] if CACHED else [240, 24]
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, config, kernel)), (compute_tiles, (1, config, kernel)), (copy_for_queries, (UNEVEN, config, kernel))],
-            [4, 1], [240, 24],
+            [4, 1], REGISTERS,
         )  # fmt: skip
     else:
         gl.warp_specialize(

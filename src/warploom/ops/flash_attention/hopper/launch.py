@@ -87,7 +87,7 @@ _OF_TERMS = ("lse", "delta", "inverse", "counters")
 _KERNELS = {
     "forward": _Kernel(
         hopper_forward_kernel, _INPUTS[:3], ("out",),
-        ("lse", "statistics", "counter", "seqused_k", "units", "shifts", "out_rows", "sink"),
+        ("lse", "statistics", "counter", "seqused_k", "block_table", "units", "shifts", "out_rows", "sink"),
     ),
     "key": _Kernel(hopper_key_kernel, _INPUTS, ("dk", "dv"), _OTHERS, True),
     "query": _Kernel(hopper_query_kernel, _INPUTS, ("dq",), _OTHERS),
@@ -333,6 +333,38 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
         arguments["inverse"] = None
     config = {"SPLIT": by_address, "PIECES": 3 if pieces else 1}
     return _planned(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
+
+
+_CACHE_WIDTH = 64  # columns that are swizzled together: see `tma.boxes_in`
+_CACHE_LEAST = 8  # rows of a page: those after which the pattern repeats
+
+
+def cache_obstacle(call: Call, block_table: Tensor | None, k: Tensor) -> str | None:
+    """Returns why the forward does not take packed queries on such a cache, if so, apart from `obstacle`."""
+    if block_table is None:
+        return None
+    size, box = k.shape[1], _tiles("forward", call.shape, call.mask).box
+    if size >= _CACHE_LEAST and (size % box == 0 or box % size == 0):
+        return None
+    return f"pages of {size} keys"
+
+
+def plan_cache(call: Call, block_table: Tensor | None, tensors: tuple[Tensor, ...]) -> Launch:
+    """Returns the launch of the forward for packed queries on a cache; for ``tensors`` see `plan`.
+
+    Behind them come lse, statistics, the counts of `varlen.cache_units_kernel`, None, the block table or None, its
+    units and shifts, the output again, and the sink.
+    """
+    shape, mask, kernel = call.shape, call.mask, _KERNELS["forward"]
+    tiles = _tiles("forward", shape, mask)
+    arguments = _boxes(kernel, tensors, tiles, _width(shape))
+    rows = tiles.box if block_table is None else min(tensors[1].shape[1], tiles.box)
+    for name, x in zip(("k_desc", "v_desc"), tensors[1:3]):
+        arguments[name] = TmaTile(x, (0, 2, 1, 3), (1, 1, rows, _CACHE_WIDTH))
+    arguments |= _strides_of({"out": tensors[3]}, 1)
+    return _planned(
+        kernel, "forward", call, tiles, 1, {"CACHE": tiles.box}, window=_window(call), **arguments
+    ).launch  # fmt: skip
 
 
 def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.rows import Strides
-from warploom.ops.flash_attention.hopper.varlen import spread_kernel, units_kernel
+from warploom.ops.flash_attention.hopper.varlen import cache_units_kernel, spread_kernel, units_kernel
 from warploom.ops.flash_attention.hopper.work import UNIT
 from warploom.ops.flash_attention.problem import Call, MaskSpec
 from warploom.runtime.launch import Buffer, Launch
@@ -126,6 +126,43 @@ def plan(call: Call) -> Spread:
     spread = shape._replace(tokens=tokens, keys=keys)
     tables = tuple(map(Buffer.like, nowhere))
     return Spread(call._replace(shape=spread, mask=masked), nowhere, tables, units)
+
+
+class CacheUnits(NamedTuple):
+    """Plan of where the rows of packed queries on a cache are, except those of sequences of few queries."""
+
+    call: Call
+    """On rows that have units."""
+    tables: tuple[Buffer, ...]  # units, shifts, counts
+    units: Launch
+
+    def __call__(self, mask: MaskSpec, near: Tensor) -> tuple[Tensor, ...]:
+        """Returns units, their shifts, and a counter of zero with the number of units."""
+        tables = tuple([table.empty(near) for table in self.tables])
+        self.units(mask.cu_seqlens_q, mask.seqused_k, *tables)
+        return tables
+
+
+def plan_cache_units(call: Call, few: int, out: Tensor) -> CacheUnits | str:
+    """Returns where packed queries on a cache are, of sequences of more than ``few`` queries; or why not."""
+    cu_seqlens: Any = call.mask.cu_seqlens_q
+    sequences, tokens = cu_seqlens.shape[0] - 1, call.shape.tokens
+    if not 0 < sequences <= _MOST_SEQUENCES:
+        return f"{sequences} sequences, not 1 to {_MOST_SEQUENCES}"
+    if out.numel() >= _MOST_ELEMENTS:
+        return "places of results do not fit in 32 bits"
+    count = tokens // UNIT.value + min(sequences, tokens // (few + 1)) + 1
+    launch = Launch(
+        cache_units_kernel,
+        count,
+        takes=("cu_seqlens_q", "seqused_k", "units", "shifts", "counts"),
+        q_stride=cu_seqlens.stride(0), sequences=sequences, tokens=tokens, keys=call.shape.keys, few=few,
+        BLOCK_S=max(1 << (sequences - 1).bit_length(), 16),
+    )  # fmt: skip
+    units, shifts = (torch.empty((count, width), dtype=torch.int32, device="meta") for width in (4, 2))
+    mask = MaskSpec(call.mask.left, call.mask.right, units_q=units, shifts=shifts)
+    tables = (Buffer.like(units), Buffer.like(shifts), Buffer.rows((2,), torch.int32))
+    return CacheUnits(call._replace(mask=mask), tables, launch)
 
 
 def plan_copy(x: Tensor, spread: Spread, *, keys: bool, fill: float = 0.0, back_from: Buffer | None = None) -> Copy:

@@ -58,7 +58,8 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
     BLOCK_M: gl.constexpr = config.GROUPS * ROWS
     BLOCK_N: gl.constexpr = kernel.k.tiles.shape[3]
     splits = call.schedule.splits
-    seq = sequence_of(place.row // call.schedule.heads, place.block * BLOCK_M, call)
+    CACHED: gl.constexpr = config.CACHE is not None
+    seq = sequence_of(place.row // call.schedule.heads, place.block * BLOCK_M, call, CACHED)
     end = seq.keys
     full = seq.keys
     if config.CAUSAL:

@@ -61,6 +61,44 @@ def units_kernel(
 
 
 @triton.jit
+def cache_units_kernel(
+    cu_seqlens_q, seqused_k, units, shifts, counts,
+    q_stride: tl.int32, sequences: tl.int32, tokens: tl.int32, keys: tl.int32, few: tl.int32,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Find of each unit of queries which sequence it is of, among those of more than ``few`` queries, and where that ends.
+
+    ``units`` (units, 4) are as those of `units_kernel`, with keys from 0 on; ``shifts`` (units, 2) how far queries lie
+    behind the packed ones, and the number of the sequence. The tail of queries follows, and has no keys. ``counts``
+    (2,) are a counter of zero, and how many units there are.
+    """
+    unit = tl.program_id(0)
+    s = tl.arange(0, BLOCK_S)
+    there = s < sequences
+    start = row_of(tl.load(cu_seqlens_q + s * q_stride, mask=there, other=0), tokens)
+    length = row_of(tl.load(cu_seqlens_q + (s + 1) * q_stride, mask=there, other=0), tokens) - start
+    own = tl.where(there & (length > few), (length + UNIT - 1) // UNIT, 0)
+    ends = tl.cumsum(own, axis=0)
+    mine = (ends > unit) & (ends - own <= unit)
+    first = UNIT * tl.sum(tl.where(mine, ends - own, 0), axis=0)
+    shift = first - tl.sum(tl.where(mine, start, 0), axis=0)
+    end = first + tl.sum(tl.where(mine, length, 0), axis=0)
+    number = tl.sum(tl.where(mine, s, 0), axis=0)
+    used = row_of(tl.load(seqused_k + number), keys)
+    count = tl.sum(own, axis=0)
+    last = row_of(tl.load(cu_seqlens_q + sequences * q_stride), tokens)
+    if count <= unit:  # behind all sequences
+        first = UNIT * count
+        shift = first - last
+        end = shift + tokens
+        used = -1
+    store_unit(units + unit * 4, shifts + unit * 2, first, end, 0, used, shift, number)
+    if unit == 0:
+        tl.store(counts, 0)
+        tl.store(counts + 1, tl.minimum(count + (tokens - last + UNIT - 1) // UNIT, tl.num_programs(0)))
+
+
+@triton.jit
 def row_of(bound, rows):
     """A bound of sequences, which never leaves the rows that there are."""
     return tl.minimum(tl.maximum(bound.to(tl.int32), 0), rows)

@@ -30,6 +30,7 @@ class Config(NamedTuple):
     ORDERED: gl.constexpr = False  # tiles of keys are taken, and add to gradients of queries, in their order
     PARTS: gl.constexpr = 1  # buffers of a group's part of these gradients
     ENDS: gl.constexpr = False  # see `backward_fused.compute_all`
+    CACHE: gl.constexpr = None  # keys of a tile, where these lie in a cache, and are copied page by page
 
 
 class Schedule(NamedTuple):
@@ -64,7 +65,8 @@ class PackedSeq(NamedTuple):
     first_query: gl.int32
     first_key: gl.int32
     query_shift: gl.int32  # 0 where tensors are spread
-    key_shift: gl.int32  # 0 where tensors are spread
+    key_shift: gl.int32  # 0 where tensors are spread, and of a cache
+    number: gl.int32  # of the sequence, where its keys lie in a cache
 
 
 class Scales(NamedTuple):
@@ -83,7 +85,7 @@ class Window(NamedTuple):
 class AttentionCall(NamedTuple):
     """Numbers and options of a call; None where it has them not."""
 
-    lengths: SeqLens  # of the tensors
+    lengths: SeqLens  # of the tensors; keys in a cache: of a sequence, at most
     schedule: Schedule
     right: gl.int32  # a causal query sees so many keys behind its own place
     scale: gl.float32  # of the logits, in powers of two
@@ -95,6 +97,7 @@ class AttentionCall(NamedTuple):
     base: gl.float32 | None = None  # of exponents, instead of a row's largest logit: see `exponent_base`
     units: gl.tensor | None = None  # (units, 4) of packed sequences: where queries, and keys, begin and end
     shifts: gl.tensor | None = None  # (units, 2): those of a `PackedSeq`, where tensors are packed
+    block_table: gl.tensor | None = None  # (S, P), of adjacent numbers: pages of each sequence
 
 
 class TilePlace(NamedTuple):
@@ -109,6 +112,12 @@ class TilePlace(NamedTuple):
 def tiles_of(schedule):
     """Returns how many tiles of work there are."""
     return schedule.blocks * schedule.rows * schedule.splits
+
+
+@gluon.jit
+def with_blocks(schedule, blocks):
+    """Returns a schedule with another number of tiles of a row."""
+    return Schedule(schedule.heads, schedule.group, schedule.rows, blocks, schedule.section, schedule.splits)
 
 
 @gluon.jit
@@ -131,20 +140,25 @@ def whole_loop(place):
 
 
 @gluon.jit
-def sequence_of(batch, row, call):
-    """Returns the rows of a batch entry, which may have fewer keys; or of the packed sequence that the row is of."""
+def sequence_of(batch, row, call, CACHED: gl.constexpr = False):
+    """Returns the rows of a batch entry, which may have fewer keys; or of the packed sequence that the row is of.
+
+    ``CACHED``: the sequence's keys lie in a cache, and its number stands where a shift of keys would.
+    """
     seq = call.lengths
     if call.seqused_k is not None:
         keys = gl.minimum(gl.maximum(gl.load(call.seqused_k + batch).to(gl.int32), 0), seq.keys)
         seq = SeqLens(seq.tokens, keys)
     if call.units is not None:
         unit = call.units + row // UNIT * 4
-        query_shift, key_shift = 0, 0
+        query_shift, key_shift, number = 0, 0, 0
         if call.shifts is not None:
             shift = call.shifts + row // UNIT * 2
             query_shift, key_shift = gl.load(shift), gl.load(shift + 1)
+        if CACHED:
+            number, key_shift = key_shift, 0
         ends = gl.load(unit + 1), gl.load(unit + 3)
-        seq = PackedSeq(*ends, gl.load(unit), gl.load(unit + 2), query_shift, key_shift)
+        seq = PackedSeq(*ends, gl.load(unit), gl.load(unit + 2), query_shift, key_shift, number)
     return seq
 
 
