@@ -285,7 +285,7 @@ def cache_places(n, seq, call, desc, KEYS: gl.constexpr):
         row = n + i * BOX
         page = seq.number
         if call.block_table is not None:
-            page_size = desc.shape[2]
+            page_size = BOX if BOX < KEYS else desc.shape[2]
             pages = call.block_table + seq.number.to(gl.int64) * (call.lengths.keys // page_size)
             page = gl.load(pages + row // page_size, mask=row < seq.keys, other=-1).to(gl.int32)
             row = row % page_size
@@ -415,12 +415,10 @@ def hopper_forward_kernel(
         scheduler, q_tiles, None, k, v, go, None, result, lse, statistics, None, None, None,
         (q_desc,), (q_tiles,), k_desc, v_desc, call,
     )  # fmt: skip
-    # Places of pages take the copying warp more registers.
-    REGISTERS: gl.constexpr = [232, 40] if CACHED else [240, 24]
     if GROUPS == 2:
         gl.warp_specialize(
             [(compute_tiles, (0, config, kernel)), (compute_tiles, (1, config, kernel)), (copy_for_queries, (UNEVEN, config, kernel))],
-            [4, 1], REGISTERS,
+            [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -3,9 +3,9 @@
 They take 16-bit tensors whose rows the tensor memory accelerator can copy, with 33 to 256 features, with any
 window, cap, sink or lengths, and any number of heads to a key head. What is missing to 64, 128 or 256 features, or
 to 192 of queries and keys with 128 of values, is filled with zeros. Packed sequences come with units of rows, and
-spread to the backward (`launch_varlen`). Keys in pages, scales that are not positive and short backward loops
-stay with the kernels for every GPU (`obstacle`), and so do calls of few queries (decoding) with a window, cap, sink or
-lengths.
+spread to the backward (`launch_varlen`). Packed queries on a cache have units too, and keys are copied page by page
+(`plan_cache`). Other calls on pages, scales that are not positive and short backward loops stay with the kernels for
+every GPU (`obstacle`), and so do calls of few queries (decoding) with a window, cap, sink or lengths.
 """
 
 from __future__ import annotations
