@@ -167,8 +167,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"n": 1, "m": 150, "seqused_k": [97, 150], "causal": True, "dtype": "bfloat16", "sink": True},
     {"batch": 1, "n": 24, "m": 40, "cu_seqlens_q": [0, 9, 9, 10, 21], "seqused_k": [12, 0, 40, 30], "key_heads": 1}
     | {"causal": True, "return_lse": True},
-    {"batch": 1, "n": 18, "m": 48, "cu_seqlens_q": [0, 1, 18], "seqused_k": [48, 17], "dtype": "bfloat16", "head_dim": 64}
-    | {"causal": True, "page_size": 8, "sink": True},
+    {"batch": 1, "n": 18, "m": 48, "cu_seqlens_q": [0, 1, 18], "seqused_k": [48, 17], "dtype": "bfloat16"}
+    | {"causal": True, "head_dim": 64, "page_size": 8, "sink": True},
     {"batch": 0},
     {"n": 0},
     {"n": 3, "m": 0, "sink": True, "return_lse": True},
