@@ -48,6 +48,7 @@ __all__ = [
     "PLAIN",
     "BackwardInputs",
     "BackwardPlan",
+    "ForwardInputs",
     "ForwardPlan",
     "FusedBackward",
     "HopperForward",

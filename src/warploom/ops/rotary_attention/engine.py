@@ -89,10 +89,6 @@ class Part(NamedTuple):
         return self.offset * whole.element_size() % ALIGNMENT == 0
 
 
-_NOTHING = (None,) * 5
-"""No lengths, no packed sequences (units, shifts and results), no sink."""
-
-
 class _ForwardPlan(NamedTuple):
     """Plan of a forward, where attention is one launch of the kernel for Hopper."""
 
@@ -101,7 +97,7 @@ class _ForwardPlan(NamedTuple):
     lse: Buffer
     statistics: Buffer
     turn: Launch
-    attend: Launch
+    attend: attention.HopperForward
     k: Part  # of the turned
     v: Part  # of qkv
 
@@ -112,7 +108,8 @@ class _ForwardPlan(NamedTuple):
         counters = attention.COUNTERS.empty(qkv)
         self.turn(*LrpeInputs(qkv, theta), turned, 0, counters)
         k, v = view(turned, *self.k), view(qkv, *self.v)
-        self.attend(turned, k, v, out, lse, statistics, counters, *_NOTHING)
+        given = attention.ForwardInputs(turned, k, v, _CAUSAL, None, counters)
+        self.attend(given, out, lse, statistics)
         return RotaryResults(out, turned, statistics)
 
 
@@ -133,7 +130,7 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     return _ForwardPlan(
-        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.variant.launch, *parts
+        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.variant, *parts
     )  # fmt: skip
 
 
