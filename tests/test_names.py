@@ -14,6 +14,7 @@ from warploom import (
     LayoutWarning,
     UnknownArgumentError,
     append_kv,
+    delta_attention,
     flash_attention,
     linear_attention,
     lrpe_cosine,
@@ -28,6 +29,7 @@ QKV: Any = torch.randn(3, 1, 3, 2, 4)
 CALLS: dict[Any, tuple[Any, ...]] = {
     flash_attention: (*QKV,),
     linear_attention: (*QKV,),
+    delta_attention: (*QKV, QKV[0, ..., 0]),
     lrpe_cosine: (QKV[0], torch.ones(4)),
     lrpe_rotate: (QKV[0], torch.ones(2)),
     tpa_attention: (*QKV,) * 2,
@@ -128,6 +130,8 @@ def test_heads_before_tokens_are_seen_by_sizes_and_strides(dense: bool) -> None:
             flash_attention(x, key, key, causal=causal)
         with pytest.warns(LayoutWarning, match="linear_attention"):
             linear_attention(x, x, x, causal=causal)
+    with pytest.warns(LayoutWarning, match="delta_attention"):
+        delta_attention(x, x, x, torch.rand(x.shape[:3]))
     for encode in (lrpe_rotate, lrpe_cosine):
         with pytest.warns(LayoutWarning, match=rf"{encode.__name__}: 12 tokens of {tokens} heads look like"):
             encode(x, torch.ones(2))

@@ -154,7 +154,7 @@ def _other_programs(earlier: CpuTimes | None) -> list[str]:
     if earlier is None or now is None or now.wall - earlier.wall < LOOK_S:
         return []
     of_others = (now.everyone - earlier.everyone) - (now.own - earlier.own)
-    percent = 100 * of_others / ((now.wall - earlier.wall) * (os.cpu_count() or 1))
+    percent = min(100.0, 100 * of_others / ((now.wall - earlier.wall) * (os.cpu_count() or 1)))
     return [f"other programs used {percent:.0f} % of the processors"] if percent >= BUSY else []
 
 

@@ -146,7 +146,7 @@ class Attention(nn.Module):
             x: ``(B, N, d_model)``; with a cache, the tokens that follow those in it.
             context: ``(B, M, context_dim)``, in a layer with ``context_dim``: what keys and values are of.
             position_ids: ``(N,)`` or ``(B, N)``, of ``x``; by default they continue from the cache's length, and
-                start again at each packed sequence.
+                start again at each packed sequence. ``(B, N, axes)`` for an `LRPE` of several axes.
             cache: The cache to which this layer's keys and values are added. Needs ``torch.no_grad()``.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
             cu_seqlens_q: Those of ``x`` alone, where ``context`` has others, see `warploom.flash_attention`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import shlex
 import sys
 import tempfile
@@ -210,6 +211,7 @@ def time_functions(
             torch.manual_seed(generator.initial_seed())
             made = make_inputs(**case)
         _check(isinstance(made, Mapping), "make_inputs", "a function that returns a dict", made)
+        _check_reference(reference, made)
         return {key: _move(value, device) for key, value in made.items()}
 
     name = name.replace("_", "-")
@@ -232,6 +234,19 @@ def time_functions(
 def _check(right: bool, argument: str, expected: str, got: object) -> None:
     if not right:
         raise fault(DtypeError, "time_functions", argument, expected, f"{type(got).__name__}: {got!r:.80}")
+
+
+def _check_reference(reference: Function, inputs: Mapping[str, object]) -> None:
+    """Raise if the definition cannot be called with these arguments by name, as far as it says."""
+    try:
+        signature = inspect.signature(reference)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(**inputs)
+    except TypeError as error:
+        said = f"functions are called with what make_inputs returns, by name: {', '.join(inputs)}"
+        raise ArgumentError(f"time_functions: reference: {error}; {said}") from None
 
 
 def _read_device(device: str | torch.device) -> torch.device:

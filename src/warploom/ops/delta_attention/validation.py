@@ -11,6 +11,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.delta_attention.call import DeltaInputs, DeltaOptions
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import ValidatedCall
+from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_decays, check_positions
 
 Tensor = torch.Tensor
@@ -50,6 +51,8 @@ def check(name: str, inputs: DeltaInputs, options: tuple[Any, ...], offset: Any)
     _check_gates(q, v, beta, decay)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_state(q, initial_state, (sequences, v.shape[2], q.shape[3], v.shape[3]))
+    if initial_state is None:  # whose heads are those of values
+        warn_of_heads_first(name, q, k, v)
     reason = _beyond_kernels(q, v, scale)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
