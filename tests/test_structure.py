@@ -311,7 +311,7 @@ print(json.dumps({
 
 
 def import_probe() -> dict[str, object]:
-    environment = processes.environment()
+    environment = processes.environment(PYTHONDONTWRITEBYTECODE="")  # compiled once, as an installed package is
     command = [sys.executable, "-c", IMPORT_PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout)
