@@ -1,7 +1,7 @@
 """A server's batch in one call: packed queries on a cache, dense or in pages, any number of queries a sequence."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import seeds
 import torch
 from refusals import Wrong, assert_refused, each, ones
 
-from warploom import ArgumentError, ShapeError, flash_attention
+from warploom import ArgumentError, BackendError, ShapeError, flash_attention
 from warploom.ops.flash_attention import reference
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.accuracy import compare
@@ -187,6 +187,57 @@ def test_bits_do_not_depend_on_the_batch(
     assert torch.equal(flash_attention(**moved, backend="triton"), expected)
 
 
+def in_chunks(call: dict[str, Any], most: int) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Calls with at most so many more queries of each sequence, and which rows of the whole call these are."""
+    bounds, used = call["cu_seqlens_q"].tolist(), call["seqused_k"].tolist()
+    for s, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for begin in range(first, last, most):
+            end = min(begin + most, last)
+            # Behind other sequences' queries, so that tiles hold other rows of it.
+            yield (
+                slice(begin, end),
+                call
+                | {
+                    "q": torch.cat([call["q"][:, : most // 3], call["q"][:, begin:end]], 1),
+                    "cu_seqlens_q": torch.tensor([0, most // 3, most // 3 + end - begin], device=call["q"].device),
+                    "seqused_k": torch.tensor([used[0], used[s] - (last - end)], device=call["q"].device),
+                    "block_table": call["block_table"][[0, s]],
+                },
+            )
+
+
+@needs_triton
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("most", "shape"), [(41, {}), (900, {"features": 128, "values": 128, "counts": PROMPTS})])
+def test_bits_do_not_depend_on_chunks(
+    most: int, shape: dict[str, Any], dtype: torch.dtype, options: str, device: torch.device
+) -> None:
+    if shape and device.type == "cpu":
+        pytest.skip("takes a GPU")
+    call = with_options(draw_call(device, dtype, most=most, size=16 if shape else 4, **shape), options)
+    if options == "full":  # earlier queries see the same keys, which is so for a causal call alone
+        call["window"] = (None, 0)
+    call = call | {"bits": "chunks", "backend": "triton"}
+    whole, whole_lse = flash_attention(**call, return_lse=True)
+    for size in (1, 7, 129) if shape else (1, 7):
+        for rows, part in in_chunks(call, size):
+            out, lse = flash_attention(**part, return_lse=True)
+            assert torch.equal(out[:, size // 3 :], whole[:, rows])
+            assert torch.equal(lse[..., size // 3 :], whole_lse[..., rows])
+
+
+@backends
+def test_chunks_are_a_promise_of_kernels(backend: str, device: torch.device) -> None:
+    call = with_options(draw_call(device, torch.float32), "causal") | {"bits": "chunks"}
+    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+        with pytest.raises(BackendError, match="bits='chunks' is a promise of the kernels"):
+            flash_attention(**call, backend=backend)
+        return
+    eager, _ = exactly({name: value for name, value in call.items() if name != "bits"})
+    torch.testing.assert_close(flash_attention(**call, backend=backend).double(), eager, rtol=1e-4, atol=1e-4)
+
+
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", [10**9, -(10**9)])
@@ -199,7 +250,7 @@ def test_numbers_that_are_not_so_read_nothing_outside(
     numbers = {"bounds": "cu_seqlens_q", "lengths": "seqused_k", "pages": "block_table"}[bad]
     call[numbers] = torch.full_like(call[numbers], number)
     arguments = [call["q"], call["k"], call["v"], None, call["cu_seqlens_q"], None, call["seqused_k"]]
-    torch.ops.warploom.flash_attention(*arguments, call["block_table"], None, 0, 0.3, None, None)
+    torch.ops.warploom.flash_attention(*arguments, call["block_table"], None, 0, 0.3, None, None, "batch")
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -239,6 +290,7 @@ WRONG: tuple[Wrong, ...] = (
     ({"seqused_k": ones(3, dtype=torch.int32)}, ShapeError, "seqused_k", "(S,) with S = 2", "(3,)"),
     ({"block_table": ones(3, 2, dtype=torch.int32)}, ShapeError, "block_table", "(S, P) with S = 2", "(3, 2)"),
     ({"cu_seqlens_k": torch.tensor([0, 4, 8])}, ArgumentError, "seqused_k", "None with bounds", "a tensor"),
+    ({"bits": "all"}, ArgumentError, "bits", "batch, chunks", "'all'"),
     ({"k": ones(9, 4, 2, 8).requires_grad_()}, ArgumentError, "block_table", "gradients are recorded", "a tensor"),
 )  # fmt: skip
 

@@ -157,7 +157,7 @@ def test_registered_operators_plan_once(planned: list[str], device: torch.device
     planned.clear()
     with no_plans():
         for scale in (0.5, 0.5, 0.25):
-            absent, rest = (None,) * 4, (None, 0, scale, None, None)
+            absent, rest = (None,) * 4, (None, 0, scale, None, None, "batch")
             out, _, statistics = torch.ops.warploom.flash_attention(q, k, v, *absent, None, *rest)
             saved = (q, k, v, out, statistics, *absent)
             torch.ops.warploom.flash_attention_backward(out, None, *saved, *rest, [True] * 4)

@@ -238,7 +238,7 @@ torch = sys.modules["torch"]
 print(sorted(name for name in dir(torch.ops.warploom) if name.endswith("_launch")))
 assert "triton" not in sys.modules, "operators can be looked at without it"
 x = torch.empty(2, 3, 4, 8, device="meta")
-out, lse, _ = torch.ops.warploom.flash_attention(x, x, x, *[None] * 7, 0.5, None, None)
+out, lse, _ = torch.ops.warploom.flash_attention(x, x, x, *[None] * 7, 0.5, None, None, "batch")
 assert (out.shape, lse.shape) == (x.shape, (2, 4, 3))
 assert "triton" not in sys.modules, "nor do shapes of results need it"
 program = torch.export.load(sys.argv[1]).module()
@@ -261,12 +261,13 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     operators = (
-        *("append_kv", "delta_attention", "flash_attention", "linear_attention", "lrpe", "rotary_attention"),
+        *("append_kv", "delta_attention", "flash_attention", "flash_attention_into", "linear_attention", "lrpe"),
+        "rotary_attention",
         *("tpa_attention", "tpa_decode"),
     )
     names = {f"{name}{part}_launch" for name in operators for part in ("", "_backward")}
-    without_gradient = {"append_kv_backward_launch", "tpa_decode_backward_launch"}
-    assert done.stdout == f"{sorted(names - without_gradient)}\n"
+    without_gradient = ("append_kv", "flash_attention_into", "tpa_decode")
+    assert done.stdout == f"{sorted(names - {f'{name}_backward_launch' for name in without_gradient})}\n"
     torch.testing.assert_close(torch.load(tensors), lrpe_rotate(*inputs, backend="torch"))
 
 

@@ -10,8 +10,7 @@ from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, 
 from warploom.ops.append_kv.call import AppendInputs, AppendOptions
 from warploom.runtime.arguments import FLOATS, check_tensor, is_within
 from warploom.runtime.dispatch import ValidatedCall
-from warploom.runtime.pytorch import are_transforms_active, is_wrapped
-from warploom.runtime.sharding import is_sharded
+from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.values import check_bounds, check_lengths, check_pages, is_readable
 
 Tensor = torch.Tensor
@@ -87,14 +86,7 @@ def _check_floats(name: str, inputs: AppendInputs) -> None:
             raise fault(DtypeError, name, argument, f"of the dtype of k, {dtype_of(k)}", dtype_of(tensor))
         if tensor.device != k.device:
             raise fault(DeviceError, name, argument, f"on the device of k, {k.device}", tensor.device)
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            expected = "without requires_grad (or the call under torch.no_grad())"
-            raise fault(ArgumentError, name, argument, expected, "requires_grad=True")
-        if is_sharded((tensor,)):
-            raise fault(ArgumentError, name, argument, "a plain tensor: of a DTensor its local part", "a DTensor")
-        if not torch.compiler.is_compiling() and are_transforms_active() and is_wrapped(tensor):
-            expected = "outside of transforms of torch.func, which cannot write a cache"
-            raise fault(ArgumentError, name, argument, expected, "a tensor of one")
+        check_takes_part(name, argument, tensor)
 
 
 def _check_new(name: str, k: Tensor, v: Tensor, q: Tensor | None, theta: Tensor | None) -> None:
@@ -160,7 +152,6 @@ def _check_caches(name: str, inputs: AppendInputs) -> None:
             fits = fits and cache.shape[1] > 0
         if not fits or cache.shape[:2] != k_cache.shape[:2]:
             raise fault(ShapeError, name, argument, expected, shape_of(cache))
-        if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride())):
-            raise fault(ArgumentError, name, argument, "with memory for every element", "an expanded tensor")
+        check_memory(name, argument, cache)
     if k_cache is v_cache:
         raise fault(ArgumentError, name, "v_cache", "another tensor than k_cache", "the same")

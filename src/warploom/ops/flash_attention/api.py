@@ -7,9 +7,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
+from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
-from warploom.ops.flash_attention.operator import OPERATOR
-from warploom.ops.flash_attention.validation import NAME, Precision, check, check_values
+from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO
+from warploom.ops.flash_attention.validation import NAME, Bits, Precision, check, check_into, check_values
 from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
@@ -35,6 +36,8 @@ class _Arguments(TypedDict, total=False):
     seqused_k: Tensor | None
     block_table: Tensor | None
     float32_precision: Precision | None
+    bits: Bits
+    out: Tensor | None
     backend: Backend
 
 
@@ -67,6 +70,8 @@ def flash_attention(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     float32_precision: Precision | None = None,
+    bits: Bits = "batch",
+    out: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
     **_unknown: Any,
@@ -105,6 +110,12 @@ def flash_attention(
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
             float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
             current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
+        bits: What the bits of a query's results may depend on. ``batch``: on its sequence, and on how many queries
+            that has; never on other sequences, padding or pages. ``chunks``, of packed queries on a cache: nor on
+            that number, so that a prompt in chunks, a cached prefix and single tokens give the bits of the prompt
+            in one call. Single tokens take longer then. The kernels alone promise this.
+        out: ``(B, N, Hq, E)`` in the dtype of ``q``, any strides: where the result is written, which is returned.
+            It shares no memory with other arguments, and nothing has a gradient.
         return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
@@ -120,7 +131,7 @@ def flash_attention(
         DeviceError: Tensors lie on different devices.
         ArgumentError: An unknown option, arguments that exclude each other, or bounds, lengths or pages that are
             not so (checked on a CPU; on a GPU see `check_values`).
-        BackendError: ``backend="triton"`` cannot run this call.
+        BackendError: ``backend="triton"`` cannot run this call, or kernels are needed for ``bits``.
 
     Source: Dao, "FlashAttention-2", 2023, arXiv 2307.08691, algorithms 1 and 2; Shah et al., "FlashAttention-3",
     2024, arXiv 2407.08608.
@@ -146,13 +157,18 @@ def flash_attention(
     if isinstance(window, list):
         window = tuple(window)
     tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    options = (causal, scale, window, float32_precision, return_lse, softcap)
+    options = (causal, scale, window, float32_precision, return_lse, softcap, bits)
+    if out is not None:
+        results = _function_into(backend, (*tensors, out), options)
+        return (out, *results) if return_lse else out
     return _function(backend, tensors, options)  # type: ignore[no-any-return]
 
 
 def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     tensors = call.arrange(*tensors) if call.arrange else tensors
     q, options, return_lse = tensors[0], call.options, call.num_results == 2
+    if options.bits == "chunks":
+        raise BackendError(f"{NAME}: bits='chunks' is a promise of the kernels, which do not run here")
     if backend == "auto" and not q.is_meta:
         reason = fallback.obstacle(tensors, options, return_lse)
         if reason is None:
@@ -162,6 +178,15 @@ def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) 
     if isinstance(results, Tensor):
         return reorder_like(q, results)
     return reorder_like(q, results[0]), make_dense(results[1])
+
+
+def _run_reference_into(tensors: Tensors, number: int, call: ValidatedCall, backend: str) -> Tensors:
+    """Write attention, and return lse if that is asked for."""
+    *tensors, out = tensors  # type: ignore[assignment]
+    results = _run_reference(tensors, number, call, backend)
+    attention, *rest = (results,) if isinstance(results, Tensor) else results
+    out.copy_(attention)
+    return tuple(rest)
 
 
 def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
@@ -174,3 +199,4 @@ def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
+_function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values)

@@ -94,12 +94,14 @@ def forward(
     counters: Tensor | None = None,
     logits: Logits = PLAIN,
     out: Tensor | None = None,
+    chunks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute attention.
 
     ``plans`` are those of earlier calls that were the same in all but addresses, what ``cu_seqlens`` hold, and
     precision. ``counters``: `COUNTERS` that are zero, if there are any already. ``out``: where attention shall be
-    written, with any strides.
+    written, with any strides. ``chunks``: of packed queries on a cache, a query's bits are those that it has with
+    any number of others of its sequence.
 
     Returns:
         Attention (B, N, Hq, E); lse (B, Hq, N) in float32; and what the backward computes the weights again from,
@@ -110,7 +112,7 @@ def forward(
     key = (precision, aligned, None if out is None else out.stride())
     plan = plans.known.get(key)
     if plan is None:
-        plan = plans.keep(key, plan_forward(q, k, v, mask, scale, precision, aligned, logits, out))
+        plan = plans.keep(key, plan_forward(q, k, v, mask, scale, precision, aligned, logits, out, chunks))
     if out is None:
         out = plan.out.empty(q)
     lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
@@ -128,10 +130,11 @@ def plan_forward(
     aligned: bool,
     logits: Logits = PLAIN,
     out: Tensor | None = None,
+    chunks: bool = False,
 ) -> ForwardPlan:
     """Returns the plan of `forward`."""
     call = Call.of(q, k, v, mask, scale, logits.softcap)
-    call = call._replace(precision=precision, aligned=aligned, has_sink=logits.sink is not None)
+    call = call._replace(precision=precision, aligned=aligned, has_sink=logits.sink is not None, chunks=chunks)
     shape = call.shape
     out = layout_of(q, shape.value_dim) if out is None else out
     lse = (shape.batch_size, shape.heads, shape.tokens)

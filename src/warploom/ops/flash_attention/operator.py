@@ -10,6 +10,7 @@ import torch
 from warploom.ops.flash_attention.problem import Logits, MaskSpec
 from warploom.ops.flash_attention.validation import FlashOptions
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
+from warploom.runtime.in_place import check_address
 from warploom.runtime.memory_order import empty_in_order_of
 from warploom.runtime.modes import count_attention_pairs
 from warploom.runtime.plans import Plans
@@ -24,9 +25,15 @@ Tensor = torch.Tensor
 
 def _forward(tensors: Tensors, _: int, options: FlashOptions, plans: Plans) -> Tensors:
     """Returns attention, lse, and the statistics from which the backward computes the weights again."""
+    return _write(tensors, None, options, plans)
+
+
+def _write(tensors: Tensors, out: Tensor | None, options: FlashOptions, plans: Plans) -> Tensors:
+    """Returns attention, in ``out`` if that is given, lse and statistics."""
     q, k, v, *rest = tensors
     mask, logits = _mask_and_logits(options, *rest)
-    return engine.forward(q, k, v, mask, options.scale, options.precision, plans, logits=logits)
+    chunks = options.bits == "chunks"
+    return engine.forward(q, k, v, mask, options.scale, options.precision, plans, None, logits, out, chunks)
 
 
 def _mask_and_logits(
@@ -53,6 +60,19 @@ def _fake(tensors: Tensors, options: FlashOptions) -> Tensors:
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     return empty_in_order_of(q, v.shape[-1]), lse, lse.new_empty((2, *lse.shape))
+
+
+def _forward_into(tensors: Tensors, number: int, options: FlashOptions, plans: Plans) -> Tensors:
+    """Write attention, and return lse, of which a call takes none or the first."""
+    out = tensors[-1]
+    check_address("flash_attention", "out", out, q=tensors[0], k=tensors[1], v=tensors[2])
+    _, lse, _ = _write(tensors[:-1], out, options, plans)
+    torch.autograd.graph.increment_version(out)
+    return (lse,)
+
+
+def _fake_into(tensors: Tensors, options: FlashOptions) -> Tensors:
+    return _fake(tensors[:-1], options)[1:2]
 
 
 def _save(
@@ -98,10 +118,12 @@ def _backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> in
 
 
 _BOUNDS = "Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+_TENSORS = f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? block_table"
+_OPTIONS = "SymInt? left, SymInt? right, float scale, str? precision, float? softcap, str bits"
 OPERATOR = CustomOperator(
     name="flash_attention",
-    tensors=f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? block_table",
-    options="SymInt? left, SymInt? right, float scale, str? precision, float? softcap",
+    tensors=_TENSORS,
+    options=_OPTIONS,
     num_results=3,
     options_type=FlashOptions,
     forward=_forward,
@@ -116,4 +138,16 @@ OPERATOR = CustomOperator(
         fake=_backward_fake,
         flops=_backward_flops,
     ),
+)
+
+OPERATOR_INTO = CustomOperator(
+    name="flash_attention_into",
+    tensors=f"{_TENSORS}, Tensor(a!) out",
+    options=_OPTIONS,
+    num_results=1,
+    options_type=FlashOptions,
+    forward=_forward_into,
+    fake=_fake_into,
+    flops=lambda tensors, options: _flops(tensors[:-1], options),
+    why_no_gradient="flash_attention with out= has no gradient; call it under torch.no_grad()",
 )

@@ -192,6 +192,7 @@ class Call(NamedTuple):
     aligned: bool = True  # whether all addresses are multiples of 16 bytes
     has_sink: bool = False
     fused: bool | None = None  # whether one kernel forms all gradients; None: whichever is faster
+    chunks: bool = False  # whether a query's bits must not depend on how many others of its sequence there are
 
     @classmethod
     def of(

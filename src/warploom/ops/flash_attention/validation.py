@@ -19,6 +19,7 @@ from warploom.errors import (
 )
 from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
 from warploom.runtime.dispatch import Tensors, ValidatedCall
+from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
@@ -27,6 +28,8 @@ Tensor = torch.Tensor
 NAME = "flash_attention"
 Precision = Literal["highest", "high", "medium"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+Bits = Literal["batch", "chunks"]
+BITS: tuple[str, ...] = get_args(Bits)
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
 MAX_PLACES = 2**31 - 2**10
@@ -42,6 +45,27 @@ class FlashOptions(NamedTuple):
     scale: float
     precision: str | None
     softcap: float | None = None
+    bits: str = "batch"
+
+
+def check_into(name: str, tensors: Tensors, options: tuple[Any, ...], number: int) -> ValidatedCall:
+    """Validate a call whose results go into the last of the tensors."""
+    *rest, out = tensors
+    q, k, v, sink, *_ = rest
+    call = check(name, tuple(rest), options, number)
+    check_tensor(name, "out", out, FLOATS)
+    if out.dtype != q.dtype:
+        raise fault(DtypeError, name, "out", f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(out))
+    for argument, tensor in (("q", q), ("k", k), ("v", v), ("sink", sink), ("out", out)):
+        if tensor is not None:
+            check_takes_part(name, argument, tensor)
+    expected = (*q.shape[:3], v.shape[3])
+    if tuple(out.shape) != expected:
+        raise fault(ShapeError, name, "out", f"(B, N, Hq, E) = {expected}", shape_of(out))
+    if out.device != q.device:
+        raise fault(DeviceError, name, "out", f"on the device of q, {q.device}", out.device)
+    check_memory(name, "out", out)
+    return call
 
 
 def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
@@ -50,10 +74,10 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     Args:
         name: Of the public function.
         tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
-        options: causal, scale, window, float32_precision, return_lse and softcap.
+        options: causal, scale, window, float32_precision, return_lse, softcap and bits.
     """
     q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
-    causal, scale, window, precision, return_lse, softcap = options
+    causal, scale, window, precision, return_lse, softcap, bits = options
     on_cache = cu_seqlens_q is not None and cu_seqlens_k is None and seqused_k is not None
     entries = None
     if on_cache:
@@ -95,8 +119,13 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
+    if bits not in BITS:
+        raise fault(ArgumentError, name, "bits", f"one of {', '.join(BITS)}", repr(bits))
+    if bits == "chunks" and not on_cache:
+        expected = "'batch', where queries are not packed on a cache (cu_seqlens_q and seqused_k)"
+        raise fault(ArgumentError, name, "bits", expected, "'chunks'")
     one = not on_cache and (cu_seqlens_q is None) != (cu_seqlens_k is None)
-    settled = FlashOptions(left, right, scale, precision, softcap)
+    settled = FlashOptions(left, right, scale, precision, softcap, bits)
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
     keys *= 1 if block_table is None else block_table.shape[1]
     limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
@@ -105,7 +134,7 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
 
 def check_values(name: str, tensors: Tensors) -> None:
     """Check what tensors of a valid call hold."""
-    q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
+    q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *_ = tensors
     of_queries, of_keys = _names_of_bounds(cu_seqlens_q, cu_seqlens_k)
     check_bounds(name, of_queries, cu_seqlens_q, q.shape[1])
     check_bounds(name, of_keys, cu_seqlens_k, k.shape[1], "M")

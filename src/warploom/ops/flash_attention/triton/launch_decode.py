@@ -86,8 +86,11 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
 
 
 def few_queries(call: Call) -> int:
-    """Returns the queries of a packed sequence, at most, that are few: as many as share a tile with all their heads."""
-    return max(PACKED_ROWS // call.shape.group, 1)
+    """Returns the queries of a packed sequence, at most, that are few: as many as share a tile with all their heads.
+
+    None are, where a query's bits must be those of any number.
+    """
+    return 0 if call.chunks else max(PACKED_ROWS // call.shape.group, 1)
 
 
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> SplitPlan:
