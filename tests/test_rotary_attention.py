@@ -183,7 +183,7 @@ def test_plans_for_hopper_read_where_descriptors_can_point(
     assert bool(plan) == (features % 8 == 0)
     if plan:
         assert all(part.offset * 2 % 16 == 0 for part in (plan.k, plan.v))
-        assert all(driver_accepts(each.fields) for each in plan.attend.descriptions.values())
+        assert all(driver_accepts(each.fields) for each in plan.attend.launch.descriptions.values())
 
 
 def test_no_tokens(device: torch.device) -> None:
