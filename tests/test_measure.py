@@ -234,6 +234,7 @@ PEERS = {
     "lrpe-rotate-md": {"torch", "torch_compile", "torch_compile_cache"},
     "lrpe-cosine-md": {"torch", "torch_compile", "torch_compile_cache"},
     "attention-decode": {"torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"},
+    "attention-serving": {"torch", "torch_varlen", "torch_varlen_invariant", "torch_varlen_gathered"},
     "tpa-decode": {"torch", "torch_compile", "torch_naive", "sdpa_gqa", "sdpa_mha"},
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
     "linear-attention": {"torch", "torch_compile", "fla", "softmax_sdpa_flash"},

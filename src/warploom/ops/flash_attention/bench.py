@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from warploom.ops.flash_attention import peers, reference
 from warploom.ops.flash_attention.api import flash_attention
 from warploom.ops.flash_attention.peers import Provider
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic, need_cuda, normal
 
 Tensor = torch.Tensor
 
@@ -27,11 +28,14 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
     for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
-    ``seqused_k`` as lists; with the first and the last, queries are packed on a cache, in random pages if there is
-    a ``page_size``; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
-    ``pages`` for these in pages of `PAGE` keys); and ``causal, scale, window, softcap, float32_precision,
-    return_lse`` as in the public function.
+    ``seqused_k`` as lists; with the first and the last, or with a ``mix`` (of `peers.MIXES`) in their place,
+    queries are packed on a cache, in random pages if there is a ``page_size``; ``packing`` (of `peers.PACKINGS`);
+    ``cache`` (``lengths`` for entries of m/2 … m keys, ``pages`` for these in pages of `PAGE` keys); and ``causal,
+    scale, window, softcap, float32_precision, return_lse`` as in the public function.
     """
+    if "mix" in case:
+        counts, used = zip(*peers.MIXES[case["mix"]])
+        case = {**case, "cu_seqlens_q": [0, *itertools.accumulate(counts)], "seqused_k": used}
     batch, tokens, heads, head_dim = case["batch"], case["n"], case["heads"], case["head_dim"]
     keys, key_heads = case.get("m", tokens), case.get("key_heads", heads)
     on_cache = "cu_seqlens_q" in case and "seqused_k" in case
@@ -364,6 +368,52 @@ def _decode_traffic(case: Case, mode: str) -> Traffic:
     return Traffic.of_bytes(keys * size + queries * size // 2, queries * size // 2, flops)
 
 
+def _serving(device: str) -> list[Case]:
+    """Returns cases of a server's batch: prompts, a chunk and single tokens, dense and in pages of all sizes."""
+    if device != "cuda":
+        mixes: tuple[tuple[str, int, tuple[int | None, ...]], ...] = (
+            ("prompt of 70, 3 decoding", 2, (16, None)),
+            ("chunk of 16 on 96", 4, (16,)),
+        )
+        shape: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
+    else:
+        mixes = (
+            ("prompt of 8k, 63 decoding at 2k", 8, (16, 64, 256, None)),
+            ("prompt of 8k", 8, (16, 256, None)),
+            ("8 prompts of 1k", 8, (16,)),
+            ("chunk of 512 on 32k", 8, (16, 256)),
+            ("64 decoding at 2k", 8, (16, 64, 256)),
+            ("256 decoding at 1k", 8, (16,)),
+            ("4 decoding at 32k", 8, (16,)),
+            ("8 prompts of 1k", 32, (16,)),
+            ("64 decoding at 2k", 32, (16,)),
+        )
+        shape = {"batch": 1, "heads": 32, "head_dim": 128, "dtype": "bfloat16", "causal": True}
+    cases: list[Case] = []
+    for mix, key_heads, page_sizes in mixes:
+        counts, used = zip(*peers.MIXES[mix])
+        case = {"mix": mix, "n": sum(counts), "m": max(used), **shape, "key_heads": key_heads}
+        cases += [case if size is None else case | {"page_size": size} for size in page_sizes]
+    return cases
+
+
+def _quick_serving(device: str) -> list[Case]:
+    return _serving(device)[:1]
+
+
+def _by_sequence(**inputs: Any) -> Outputs:
+    """Returns the definition's result of packed sequences, one call after another instead of one with a mask."""
+    return reference.flash_attention(**inputs | {"cu_seqlens_q": inputs["cu_seqlens_q"].tolist()})
+
+
+def _serving_traffic(case: Case, mode: str) -> Traffic:
+    """Returns the bytes of every used key and value, of queries and of outputs, and the operations."""
+    row, mix = case["head_dim"] * getattr(torch, case["dtype"]).itemsize, peers.MIXES[case["mix"]]
+    keys, queries = sum(used for _, used in mix) * case["key_heads"], case["n"] * case["heads"]
+    pairs = sum(n * used - n * (n - 1) // 2 for n, used in mix)
+    return Traffic.of_bytes((2 * keys + queries) * row, queries * row, 4 * case["head_dim"] * pairs * case["heads"])
+
+
 def visible_pairs(case: Case) -> int:
     """Returns the number of pairs of a query and a key that it sees, of one head."""
     if "packing" in case:
@@ -431,5 +481,20 @@ BENCHES = (
         x="m",
         modes=("fwd",),
         budgets=peers.BUDGETS | peers.DECODER_BUDGETS,
+    ),
+    Bench(
+        name="attention-serving",
+        operator=dataclasses.replace(OPERATOR, reference=_by_sequence),
+        suites={
+            "quick": _quick_serving,
+            "published": _serving,
+        },
+        providers={"warploom": _warploom, **peers.SERVERS},
+        precompiled=("torch", "torch_varlen", "torch_varlen_invariant", "torch_varlen_gathered"),
+        traffic=_serving_traffic,
+        title="Attention of a server's batch on a cache",
+        x="n",
+        modes=("fwd",),
+        budgets=peers.BUDGETS,
     ),
 )

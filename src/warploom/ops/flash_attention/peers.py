@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,18 @@ PACKINGS: dict[str, list[int]] = {
     "32 × 1024": [1024] * 32,
 }
 """Lengths of packed sequences."""
+MIXES: dict[str, list[tuple[int, int]]] = {
+    "prompt of 70, 3 decoding": [(70, 70), (1, 90), (1, 17), (1, 96)],
+    "chunk of 16 on 96": [(16, 96)],
+    "prompt of 8k": [(8192, 8192)],
+    "8 prompts of 1k": [(1024, 1024)] * 8,
+    "chunk of 512 on 32k": [(512, 32768)],
+    "64 decoding at 2k": [(1, 2048)] * 64,
+    "256 decoding at 1k": [(1, 1024)] * 256,
+    "4 decoding at 32k": [(1, 32768)] * 4,
+    "prompt of 8k, 63 decoding at 2k": [(8192, 8192), *[(1, 2048)] * 63],
+}
+"""Batches of a server: of each sequence its queries, the newest, and its used keys with theirs."""
 
 
 def plain(
@@ -241,6 +254,99 @@ def _torch_varlen(case: Case) -> Provider:
     return attend
 
 
+def _served_by_sequence(case: Case) -> Provider:
+    """Returns PyTorch's attention of one sequence after another, with the kernel that PyTorch chooses."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        outs, begin = [], 0
+        for sequence, (queries, keys) in enumerate(MIXES[case["mix"]]):
+            row = slice(sequence, sequence + 1)
+            one_k, one_v = (t[row] if block_table is None else _gathered(t, block_table[row]) for t in (k, v))
+            rows = (q[:, begin : begin + queries], one_k[:, :keys], one_v[:, :keys])
+            one_q, one_k, one_v = (t.transpose(1, 2) for t in rows)
+            options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
+            if queries == keys:
+                options["is_causal"] = True
+            elif queries > 1:
+                options["attn_mask"] = causal_lower_right(queries, keys)
+            out = torch.nn.functional.scaled_dot_product_attention(one_q, one_k, one_v, **options)
+            outs.append(out.transpose(1, 2))
+            begin += queries
+        return torch.cat(outs, 1)
+
+    return attend
+
+
+def _served_by_varlen(case: Case, num_splits: int | None = None, gathered: bool = False) -> Provider:
+    """Returns PyTorch's attention of packed sequences on the cache, dense or in pages.
+
+    With one split of the keys a sequence has the same bits alone and among others. Gathered, the used rows are
+    first copied behind each other, in every call and so inside the timing.
+    """
+    need_cuda("the fused kernel")
+    try:
+        function: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError) as error:
+        raise Unsupported("this PyTorch has none") from error
+    names = inspect.signature(function).parameters
+    needed = [name for name in ("window_size", "enable_gqa") if name not in names]
+    if not gathered:
+        needed += [name for name in ("seqused_k", "block_table") if name not in names]
+    if num_splits is not None and "num_splits" not in names:
+        needed.append("num_splits")
+    if needed:
+        raise Unsupported(f"this PyTorch's varlen_attn has no {' and no '.join(needed)}")
+    counts, lengths = zip(*MIXES[case["mix"]])
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": case["key_heads"] != case["heads"]}
+    if num_splits is not None:
+        options["num_splits"] = num_splits
+    bounds = [0, *itertools.accumulate(lengths)] if gathered else range(0, len(lengths) * case["m"] + 1, case["m"])
+    cu_seqlens_k = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    places = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).cuda()
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        cache: dict[str, Any] = {}
+        if gathered:
+            slots = (sequences, places)
+            if block_table is not None:
+                slots = (block_table[sequences, places // k.shape[1]], places % k.shape[1])
+            k, v = k[slots], v[slots]
+        else:
+            cache = {"seqused_k": seqused_k, "block_table": block_table}
+            if block_table is None:
+                k, v = k.flatten(0, 1), v.flatten(0, 1)
+        ends = None if cache and block_table is not None else cu_seqlens_k
+        try:
+            out: Tensor = function(
+                q.squeeze(0), k, v, cu_seqlens_q, ends, max(counts), max(lengths), **cache, **options
+            )
+        except RuntimeError as error:
+            if any(word in str(error).lower() for word in ("page", "paged", "block size", "num_splits")):
+                raise Unsupported(f"PyTorch refuses it: {str(error).splitlines()[0]}") from error
+            raise
+        return out.unsqueeze(0)
+
+    return attend
+
+
 def _flash_attn_2(case: Case) -> Provider:
     """Returns FlashAttention 2, of the package ``flash_attn``."""
     function = _package("flash_attn", case)
@@ -399,5 +505,12 @@ DECODERS: dict[str, Callable[[Case], Provider]] = {
 """Peers for one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
 DECODER_BUDGETS = {"torch": 4.0}
 """Its logits have 16 bits: up to 2.5 times our budget."""
+SERVERS: dict[str, Callable[[Case], Provider]] = {
+    "torch": _served_by_sequence,
+    "torch_varlen": _served_by_varlen,
+    "torch_varlen_invariant": functools.partial(_served_by_varlen, num_splits=1),
+    "torch_varlen_gathered": functools.partial(_served_by_varlen, gathered=True),
+}
+"""Peers for a server's batch. `torch` and `torch_varlen_gathered` copy the used rows of pages inside the timing."""
 BUDGETS = {"sdpa_efficient": 4.0}
 """PyTorch's memory-efficient kernel rounds more than the others: up to 2.5 times our budget in float32."""
