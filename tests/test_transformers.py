@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from warploom import flash_attention
 from warploom.errors import ArgumentError, BackendError, DtypeError
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -22,6 +23,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import masking_utils  # noqa: E402
 
 from warploom.integrations import transformers as integration  # noqa: E402
+from warploom.integrations.transformers import paged  # noqa: E402
 
 Model = Any
 COMMON = {
@@ -66,7 +68,8 @@ TOKENS = 14
 def _registered() -> Iterator[None]:
     integration.register()
     yield
-    transformers.AttentionInterface._global_mapping.pop("warploom", None)
+    for name in ("warploom", "warploom" + paged.ENDING):
+        transformers.AttentionInterface._global_mapping.pop(name, None)
     transformers.AttentionMaskInterface._global_mapping.pop("warploom", None)
 
 
@@ -235,6 +238,54 @@ def test_a_compiled_step_with_a_static_cache(side: str) -> None:
     torch._dynamo.utils.counters.clear()
     assert torch.equal(ours.generate(ids, **options, compile_config=compiled), wanted)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def draw_requests() -> list[list[int]]:
+    """Prompts of several lengths; the last two begin like each other, with more than a page."""
+    prompts = [ids_of(1, n, seed=n)[0].tolist() for n in (3, 17, 9, 1, 12, 22, 23)]
+    prompts[-1][:20] = prompts[-2][:20]
+    return prompts
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
+def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens equal those of one request after another; full layers read pages, also those of earlier requests."""
+    eager, ours = pair_of(name)
+    if rotary:
+        integration.patch_rotary(ours)
+    in_pages: list[bool] = []
+    cached: list[int] = []
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        in_pages.append("block_table" in options)
+        return flash_attention(*args, **options)
+
+    from transformers.generation.continuous_batching import PagedAttentionCache as Cache
+
+    search = Cache.search_prefix_match
+    monkeypatch.setattr(paged, "flash_attention", attend)
+    monkeypatch.setattr(Cache, "search_prefix_match", lambda *args: cached.append(search(*args)) or cached[-1])
+    prompts = draw_requests()
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    served = ours.generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(**options),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=16, num_blocks=64, max_batch_tokens=16
+        ),
+        progress_bar=False,
+    )
+    assert ours.config._attn_implementation == "warploom"
+    assert any(in_pages) == (name != "mistral")  # which has sliding layers alone
+    assert max(cached, default=0) == (
+        16 if name == "llama" else 0
+    )  # transformers shares prefixes if all layers are full
+    tokens = {tuple(x.prompt_ids): x.generated_tokens for x in served.values()}
+    for prompt in prompts:
+        alone = eager.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert tokens[tuple(prompt)] == alone.tolist()
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {

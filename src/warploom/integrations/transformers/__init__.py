@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from warploom.errors import ArgumentError, BackendError, DtypeError, fault
 from warploom.integrations.transformers.attention import attention
 from warploom.integrations.transformers.masks import Visible, import_masking, mask
+from warploom.integrations.transformers.paged import ENDING, paged_attention, watch_continuous_batching
 from warploom.integrations.transformers.rotary import patch_rotary, unpatch_rotary
 
 Model = TypeVar("Model")
@@ -30,14 +31,15 @@ def register(name: str = "warploom") -> None:
     Attention and masks are both registered. So a model supports padding on either side, packed sequences by
     ``position_ids`` that start again or by ``cu_seq_lens_*``, sliding windows, capped logits, sinks, grouped
     queries, ``generate`` with dynamic and static caches, training with gradient checkpointing, and
-    ``torch.compile``.
+    ``torch.compile``. In continuous batching, ``generate_batch``, the packed batch is one call on the pages of
+    transformers' cache, which `append_kv` writes; see `paged.paged_attention`.
 
     A mask function is called on every query and key, and its result is expressed by arguments of
     `warploom.flash_attention`: causal or full attention, a sliding window, padding, and sequences or chunks that
     see only themselves. Other models raise an error at their first forward. Not supported are other masks, such as
     images that see themselves in both directions, masks given as a matrix, masks with gaps between tokens, dropout
-    of attention weights, returned weights (``output_attentions``), a bias by position, keys that are not in the
-    mask, and the paged cache of continuous batching. Attention of a padded query is 0.
+    of attention weights, returned weights (``output_attentions``), a bias by position, and keys that are not
+    in the mask. Attention of a padded query is 0.
 
     A mask is read once in each forward for each kind of layer, and once for each size if it does not depend on a
     tensor. It is read on the host. So ``torch.compile`` breaks the graph before the first layer, and
@@ -75,8 +77,10 @@ def register(name: str = "warploom") -> None:
         raise BackendError(f"register: transformers has no AttentionInterface: {error}") from error
     AttentionInterface.register(name, attention)
     masks.AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(name + ENDING, paged_attention)  # without a mask
     _names.add(name)
     _watch_models()
+    watch_continuous_batching(_names)
 
 
 def apply(model: Model, name: str = "warploom") -> Model:

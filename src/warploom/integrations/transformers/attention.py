@@ -34,7 +34,7 @@ def attention(
 
     ``s_aux`` (Hq,) are sinks. Without a mask, attention is causal if the call, or else the layer, says so.
     """
-    _refuse_options(dropout, kwargs)
+    refuse_options(dropout, kwargs)
     visible = attention_mask
     if visible is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -63,11 +63,15 @@ def attention(
 _UNKNOWN = {
     "position_bias": "a bias by position",
     "head_mask": "a mask of heads",
-    "cache": "the paged cache of continuous batching",
 }
 
 
-def _refuse_options(dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_options(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse what transformers may ask of attention and ours does not do.
+
+    Raises:
+        ArgumentError: It is asked for.
+    """
     if dropout:
         raise fault(ArgumentError, ATTENTION, "dropout", "0: weights exist nowhere to be dropped", dropout)
     if kwargs.get("output_attentions"):
