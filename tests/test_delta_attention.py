@@ -210,7 +210,6 @@ def test_packed_sequences_are_each_alone(decay: str | None, backend: str, device
 
 
 @needs_triton
-@pytest.mark.stack
 def test_random_cases(device: torch.device) -> None:
     """Sizes and options at random, forward and backward, against float64."""
     generator = seeds.generator(11)
@@ -223,7 +222,7 @@ def test_random_cases(device: torch.device) -> None:
         heads = one_of(1, 2, 3)
         case = {
             "batch": one_of(1, 2), "n": one_of(1, 3, 15, 33, 64, 70, 130), "heads": heads * one_of(1, 2),
-            "key_heads": heads, "head_dim": one_of(2, 12, 34, 64), "value_dim": one_of(1, 17, 40, 64),
+            "key_heads": heads, "head_dim": one_of(2, 12, 34, 64), "value_dim": one_of(1, 17, 40, 65),
             "dtype": one_of("float32", "bfloat16", "float16"), "encoding": one_of("none", "rotate"),
             "normalize": one_of(True, False), "initial_state": one_of(True, False), "return_state": True,
             "layout": one_of("bnhd", "bhnd"), "gates": one_of("float32", "bfloat16"),
@@ -304,13 +303,15 @@ def test_decays_have_no_gradient_from_pairs_on_one_side_of_them(decay: str, devi
 
 
 @backends
-def test_keys_that_are_all_the_same(backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_are_all_the_same(dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """β of 0 and 1: nothing is learned, or the last value alone is known. The inverse has entries of one size."""
-    k = torch.nn.functional.normalize(torch.ones(1, 100, 1, 16, device=device), dim=-1)
-    v = torch.randn(1, 100, 1, 16, device=device)
+    k = torch.full((1, 100, 1, 16), 0.25, device=device, dtype=dtype)
+    v = torch.randn(1, 100, 1, 16, device=device).to(dtype)
     for beta in (torch.ones(1, 100, 1, device=device), torch.zeros(1, 100, 1, device=device)):
         out = delta_attention(k, k, v, beta, scale=1.0, backend=backend)
-        torch.testing.assert_close(out, v * beta[..., None], rtol=1e-5, atol=1e-5)
+        accuracy = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(out.float(), v * beta[..., None], rtol=accuracy, atol=accuracy)
 
 
 @needs_triton

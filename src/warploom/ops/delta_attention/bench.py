@@ -90,6 +90,8 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16", "head_dim": 64, "n": 130, "decay": "head", **_STATES},
     {"dtype": "bfloat16", "head_dim": 64, "n": 100, "decay": "feature", "value_dim": 40, **_STATES},
     {"dtype": "float16", "head_dim": 32, "n": 70, "decay": "head", "value_dim": 80, **_STATES},
+    {"dtype": "bfloat16", "head_dim": 34, "n": 40, "value_dim": 65, **_STATES},
+    {"head_dim": 129, "n": 20, "batch": 1, "heads": 1, "value_dim": 35},
     {"dtype": "float16", "head_dim": 17, "n": 40, "decay": "feature", **_STATES},
     {**_ROTATE, "decay": "head", "heads": 4, "key_heads": 2, "offset": 1_000_003},
     {**_ROTATE, "decay": "feature", "interleaved": True, "theta": "vector", "offset": "scalar"},

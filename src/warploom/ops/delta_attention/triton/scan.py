@@ -190,4 +190,9 @@ def reverse_scan_kernel(
         state = tiles.multiply(-update, keys, state, dtype)
     if first is not None:
         ptrs, there = state_pointers(first, place, strides.first, config)
-        tl.store(ptrs, (state * sizes.scale).to(first.dtype.element_ty), mask=there)
+        state *= sizes.scale
+        if last is not None:
+            if count == 0:  # as it was, without rounding
+                last_ptrs, _ = state_pointers(last, place, strides.last, config)
+                state = tl.load(last_ptrs, mask=there, other=0.0).to(tl.float32)
+        tl.store(ptrs, state.to(first.dtype.element_ty), mask=there)
