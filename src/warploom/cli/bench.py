@@ -73,7 +73,7 @@ def _bench(options: argparse.Namespace) -> int:
     if device.type == "cuda":
         check_compilers()
     print(describe(device), flush=True)
-    if device.type == "cpu":
+    if device.type == "cpu" and options.provider is None:
         print("On a CPU PyTorch is timed; --provider adds compiled peers.", flush=True)
     report = not options.no_report and importlib.util.find_spec("jinja2") is not None
     if not options.no_report and not report:
