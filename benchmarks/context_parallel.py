@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from warploom import flash_attention, linear_attention
 from warploom.bench.attempt import Failure, attempt
-from warploom.bench.evaluate import Unit, judged
+from warploom.bench.evaluate import Unit, describe_accuracy
 from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import (
     Clock,
@@ -188,7 +188,7 @@ def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.dev
     eager = _run(reference, inputs, grad)
     with peers.in_context(name, case, mesh, device):
         found = _run(PROVIDERS[name](case, mesh), *_shard(inputs, grad, case, mesh))
-    return judged(compare(_gather_all(found, inputs, case, mesh), exact, eager))
+    return describe_accuracy(compare(_gather_all(found, inputs, case, mesh), exact, eager))
 
 
 def _measure_all(task: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:

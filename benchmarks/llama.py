@@ -21,7 +21,7 @@ from warploom.bench import limits
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, interleaved, release_memory
+from warploom.bench.measure import Clock, interleave, release_memory
 from warploom.bench.records import Record
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compile_at_best
 
@@ -120,7 +120,7 @@ def measure(
     started = {name: attempt(name, functools.partial(_start, model, name, unit.mode, tokens)) for name in names}
     started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
     rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
-    samples = interleaved(started, dict.fromkeys(started, rounds))
+    samples = interleave(started, dict.fromkeys(started, rounds))
     without = samples.pop(WITHOUT, None)
     for name in providers:
         if not (right[name] or isinstance(samples[name], Failure)):

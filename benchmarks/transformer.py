@@ -25,7 +25,7 @@ from warploom import lrpe_rotate
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit
 from warploom.bench.fingerprint import LIMIT
-from warploom.bench.measure import Clock, allocated_bytes, interleaved, peak_bytes, release_memory
+from warploom.bench.measure import Clock, allocated_bytes, interleave, peak_bytes, release_memory
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
 from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compile_at_best, need_cuda
@@ -175,7 +175,7 @@ def measure(
     enabled = gc.isenabled()
     gc.disable()
     try:
-        taken = interleaved(calls, dict.fromkeys(calls, -(-STEPS // STEPS_IN_A_ROW)))
+        taken = interleave(calls, dict.fromkeys(calls, -(-STEPS // STEPS_IN_A_ROW)))
     finally:
         if enabled:
             gc.enable()

@@ -153,7 +153,7 @@ def check_what_is_pending_is_summed_first(world):
 def check_errors(world):
     mesh = mesh_of(world)
     q, k = draw((4, 9, 8, 4), (4, 9, 3, 4))
-    with pytest.raises(warploom.ShapeError, match="k must be of Hkv heads"):
+    with pytest.raises(warploom.ShapeError, match="Hkv a divisor of Hq"):
         flash_attention(*(distribute_tensor(x, mesh, [B]) for x in (q, k, k)))
     if world == 4:
         square = init_device_mesh("cpu", (2, 2))

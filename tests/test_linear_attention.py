@@ -308,14 +308,15 @@ def at_distance(x: torch.Tensor, more: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_is_known_of_addresses_of_a_batch_and_of_an_entry(dtype: torch.dtype, more: int) -> None:
     """The compiler picks by it in which order it adds up."""
-    from warploom.ops.linear_attention.triton.launch import layout_of_rows
+    from warploom.device.rows import Strides
+    from warploom.runtime.layout import layout_of_entries
 
     x = at_distance(torch.zeros(3, 1, 1, 64, dtype=dtype), more)
-    known = layout_of_rows(x)
+    known = layout_of_entries(Strides, x)
     assert known.vec == {0: 16, 8: 8}.get(more, 4 if more * x.element_size() == 16 else 1)
     assert known.strides[0].b * known.vec == 64 + more
     for i in range(3):
-        assert layout_of_rows(x[i : i + 1]).vec == known.vec
+        assert layout_of_entries(Strides, x[i : i + 1]).vec == known.vec
 
 
 @pytest.mark.parametrize(("more", "anywhere"), [(0, {"decay"}), (1, {"decay", "initial", "final"})])

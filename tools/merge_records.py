@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_clean, is_stale, load, load_environments
-from warploom.bench.storage import locked, replace_text
+from warploom.bench.storage import lock, replace_text
 from warploom.errors import WarploomError
 from warploom.ops import benches
 from warploom.ops.spec import KERNELS
@@ -86,7 +86,7 @@ def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int, int]:
     Raises:
         WarploomError: A folder holds no records, or a run is of no clean commit.
     """
-    with locked(results):
+    with lock(results):
         before = load([results])
         environments = load_environments(results)
         records = before

@@ -215,7 +215,7 @@ def _check(
             records[name] = replace(records[name], **vars(verdict))
             continue
         function, accuracy = verdict
-        records[name] = replace(records[name], **judged(accuracy))
+        records[name] = replace(records[name], **describe_accuracy(accuracy))
         if accuracy.ok:
             checked[name] = function, allocated_bytes(device) - before
     return subject, checked
@@ -303,7 +303,7 @@ def with_times(
     return finished
 
 
-def judged(accuracy: Accuracy) -> dict[str, Any]:
+def describe_accuracy(accuracy: Accuracy) -> dict[str, Any]:
     """Returns the fields of a record for the accuracy of a provider."""
     # JSON has no infinity; where an error is infinite or NaN, the reason says so.
     error, budget = (v if math.isfinite(v) else None for v in (accuracy.max_error, accuracy.error_budget))

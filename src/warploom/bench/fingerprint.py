@@ -61,7 +61,7 @@ def builds_of(
 
     Inputs are ``drawn``, which takes time, or have any numbers.
     """
-    return _recorded(functools.partial(_launch, bench, case, provider, mode, drawn=drawn), gpu)
+    return _record_builds(functools.partial(_launch, bench, case, provider, mode, drawn=drawn), gpu)
 
 
 def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = False) -> None:
@@ -70,7 +70,7 @@ def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = Fa
         bench.launches(case, provider)
         return
     cpu = torch.device("cpu")
-    inputs = bench.operator.make_inputs(case, cpu, torch.Generator()) if drawn else _untouched(bench, case)
+    inputs = bench.operator.make_inputs(case, cpu, torch.Generator()) if drawn else _make_untouched(bench, case)
     with torch.set_grad_enabled("bwd" in mode):
         results = bench.providers[provider](case)(**inputs)
     results = results if isinstance(results, tuple) else (results,)
@@ -79,7 +79,7 @@ def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = Fa
         torch.autograd.grad(outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=True)
 
 
-def _recorded(run: Callable[[], object], gpu: str) -> dict[tuple[Any, ...], Any]:
+def _record_builds(run: Callable[[], object], gpu: str) -> dict[tuple[Any, ...], Any]:
     from warploom.runtime import launch
 
     capability, multiprocessors = map(int, _GPU.match(gpu).groups())  # type: ignore[union-attr]
@@ -111,7 +111,7 @@ def of_calls(run: Callable[[], object] | None, gpu: str) -> str:
         parts = [source_of(stream_kernel), str(CONFIGURATIONS)]
     else:
         try:
-            builds = _recorded(run, gpu)
+            builds = _record_builds(run, gpu)
         except Unsupported:
             return ""
         parts = [part for build in builds.values() for part in (source_of(build.function), build.variant)]
@@ -140,10 +140,10 @@ def _of_builder(builder: Any) -> str:
         return ""
 
 
-def _untouched(bench: Bench, case: Case) -> Inputs:
+def _make_untouched(bench: Bench, case: Case) -> Inputs:
     """Returns the inputs of a case with undefined values: planning reads none of them."""
 
-    def allocated(value: Any) -> Any:
+    def allocate(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
@@ -151,7 +151,7 @@ def _untouched(bench: Bench, case: Case) -> Inputs:
 
     with _fake():
         inputs = bench.operator.make_inputs(case, torch.device("cpu"), torch.Generator())
-    return {name: allocated(value) for name, value in inputs.items()}
+    return {name: allocate(value) for name, value in inputs.items()}
 
 
 @functools.cache
@@ -166,10 +166,10 @@ def _fake() -> Any:
 def source_of(function: Any) -> str:
     """Returns the digest of a function or class, and of all that it uses but PyTorch, Triton and Python's own."""
     reached = [function]
-    return _digest(*(_normalised(each, reached) for each in reached))
+    return _digest(*(_normalise(each, reached) for each in reached))
 
 
-def _normalised(function: Any, reached: list[Any]) -> str:
+def _normalise(function: Any, reached: list[Any]) -> str:
     """Returns source without comments, docstrings and functions' names; adds what it refers to to ``reached``."""
     plain = getattr(function, "fn", function)
     known = sys.modules[plain.__module__].__dict__

@@ -167,7 +167,7 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def interleaved(
+def interleave(
     calls: Mapping[str, Callable[[], T] | Failure], rounds: Mapping[str, int]
 ) -> dict[str, list[T] | Failure]:
     """Make calls round by round, so that a drift of the clocks meets all of them alike.
@@ -197,7 +197,7 @@ def interleaved(
 def time_interleaved(
     calls: Mapping[str, Call | Failure], clock: Clock, case_ms: float | None = None
 ) -> dict[str, Timing | Failure]:
-    """Returns a timing or the failure of each call, by provider, `interleaved`; earlier failures stay as they are.
+    """Returns a timing or the failure of each call, by provider, interleaved; earlier failures stay as they are.
 
     All have the same number of rounds, but those that are too slow for it: together they take ``case_ms``, or
     `CASE_MS`.
@@ -219,7 +219,7 @@ def time_interleaved(
         [functools.partial(attempt, name, s) for name, s in samplers.items() if not isinstance(s, Failure)]
     )
     results: dict[str, Timing | Failure] = {}
-    for name, samples in interleaved(samplers, _rounds(estimate_ms, case_ms or CASE_MS)).items():
+    for name, samples in interleave(samplers, _rounds(estimate_ms, case_ms or CASE_MS)).items():
         if isinstance(samples, Failure):
             results[name] = samples
         else:

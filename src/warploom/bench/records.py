@@ -16,7 +16,7 @@ from typing import Any
 from warploom.bench.environment import split
 from warploom.bench.fingerprint import LIMIT as LIMIT
 from warploom.bench.fingerprint import differs, fingerprint
-from warploom.bench.storage import append_lines, load_lines, locked, read_text, replace_text, typed
+from warploom.bench.storage import append_lines, check_types, load_lines, lock, read_text, replace_text
 from warploom.errors import WarploomError
 from warploom.ops import benches
 from warploom.ops.spec import KERNELS
@@ -144,7 +144,7 @@ def load(paths: str | Path | Iterable[str | Path], *, every: bool = False) -> li
         if not file.is_file():
             raise WarploomError(f"{path}: no records here ({RECORDS} is written by `warploom bench`)")
         latest: dict[Key, Record] = {}
-        found = load_lines(file, lambda fields: Record(**typed(Record, fields)), "record")
+        found = load_lines(file, lambda fields: Record(**check_types(Record, fields)), "record")
         for record in found:
             latest.pop(record.key, None)
             latest[record.key] = record
@@ -162,7 +162,7 @@ def save_environment(folder: Path, identifier: str, environment: Mapping[str, An
         run: The run's id; its commit, GPU, clocks and temperature are kept under it.
     """
     lasting, passing = split(environment)
-    with locked(folder):
+    with lock(folder):
         known = load_environments(folder)
         runs = known.get(identifier, {}).get("runs", {}) | ({run: passing} if run else {})
         known[identifier] = {**known.get(identifier, {}), **lasting, "runs": runs}

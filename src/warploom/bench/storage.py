@@ -44,7 +44,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """Make a folder, and keep other processes from writing to it through this module."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     file cannot be written, lines that were there before stay.
     """
     text = "".join(f"{line}\n" for line in lines).encode()
-    with locked(path.parent), _writing(path), path.open("a+b") as file:
+    with lock(path.parent), _writing(path), path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         if size:
             with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as there:
@@ -176,7 +176,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def typed(kind: type, fields: object) -> dict[str, Any]:
+def check_types(kind: type, fields: object) -> dict[str, Any]:
     """Returns fields of a dataclass that came from JSON; `ValueError` for another name or type, or less than 0."""
     if not isinstance(fields, Mapping):
         raise ValueError("not a JSON object")

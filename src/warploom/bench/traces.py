@@ -96,10 +96,10 @@ def read_trace(provider: str, path: Path, call: str) -> Trace:
     kernels = [event for event in timed if event.get("cat") in _ON_DEVICE]
     # Ranges that a compiler makes around its graphs, "## …", are no phases.
     ranges = [event for event in ranges if not event["name"].startswith("## ")]
-    phases = [e for e, around in _nested(ranges) if [outer["name"] for outer in around] == [call]]
+    phases = [e for e, around in _nest(ranges) if [outer["name"] for outer in around] == [call]]
     if kernels:
         launches = [event for event in timed if event.get("cat") in _LAUNCHES]
-        places = {e["args"].get("correlation"): (e, around) for e, around in _nested([*ranges, *launches])}
+        places = {e["args"].get("correlation"): (e, around) for e, around in _nest([*ranges, *launches])}
         spans = [(e["dur"], *places.get(e["args"]["correlation"], (e, []))) for e in kernels]
         worked = [(kernel["name"], kernel["dur"]) for kernel in kernels]
     else:
@@ -120,7 +120,7 @@ def read_trace(provider: str, path: Path, call: str) -> Trace:
     return Trace(provider, path, ordered, dict(parts), _peak(events) / 2**20)
 
 
-def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
+def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
     """Yields each event of a timeline with those around it on its thread, the outermost first."""
     around: dict[Any, list[Event]] = {}
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
@@ -131,7 +131,7 @@ def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
 
 def _own(events: Iterable[Event]) -> list[tuple[Event, float, list[Event]]]:
     """Returns each event with the microseconds in which it was the innermost, and with those around it."""
-    found = list(_nested(events))
+    found = list(_nest(events))
     own = {id(event): event["dur"] for event, _ in found}
     for event, around in found:
         if around:

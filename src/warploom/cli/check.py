@@ -69,7 +69,7 @@ def _check(options: argparse.Namespace) -> int:
         print(
             f"Checked against float64: cases of the kernels for about {SAMPLE_SECONDS} s, in Triton's interpreter"
         )
-        print("(`warploom check --backend triton` checks every case)." + _and_fused(fused), flush=True)
+        print("(`warploom check --backend triton` checks every case)." + _mention_fused(fused), flush=True)
     else:
         print(f"Checked: backend {backend} against float64.", flush=True)
     places = _spread(names) if sample else _in_order(names)
@@ -140,7 +140,7 @@ def _say_what_is_checked(names: Sequence[str], fused: Sequence[str]) -> None:
         print(f"Not checked, backend torch is the definition itself: {', '.join(same)}.")
 
 
-def _and_fused(fused: Sequence[str]) -> str:
+def _mention_fused(fused: Sequence[str]) -> str:
     return f" PyTorch's fused path: {', '.join(fused)}." if fused else ""
 
 

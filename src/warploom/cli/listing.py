@@ -40,7 +40,7 @@ def _list(options: argparse.Namespace) -> int:
     if options.explain:
         _explain([known[name] for name in names], options)
     elif options.json:
-        described = {name: _described(known[name]) for name in names}
+        described = {name: _describe(known[name]) for name in names}
         print(json.dumps({"benches": described, "operators": [*operators()]}))
     elif options.names or own:
         for name in names:
@@ -54,7 +54,7 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _described(bench: Bench) -> dict[str, Any]:
+def _describe(bench: Bench) -> dict[str, Any]:
     suites = {s: {kind: [*map(dict, cases(kind))] for kind in ("cuda", "cpu")} for s, cases in bench.suites.items()}
     found = {"title": bench.title, "modes": bench.modes, "providers": [*bench.every_provider], "suites": suites}
     return found | {"axis": bench.x}

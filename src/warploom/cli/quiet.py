@@ -41,7 +41,7 @@ def quiet(log: Path) -> Iterator[TextIO]:
         stack.callback(os.close, file)
         shown = stack.enter_context(_duplicate(sys.stderr))
         for stream in _STREAMS:
-            stack.enter_context(_redirected(stream, file))
+            stack.enter_context(_redirect(stream, file))
         warnings = logging.StreamHandler(shown)
         logger = logging.getLogger("warploom")
         logger.addHandler(warnings)
@@ -69,7 +69,7 @@ def _duplicate(stream: TextIO) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def _redirected(stream: int, file: int) -> Iterator[None]:
+def _redirect(stream: int, file: int) -> Iterator[None]:
     """Lead a file descriptor to a file for a time."""
     sys.stdout.flush()
     try:

@@ -1,7 +1,7 @@
 """Activations and their derivatives on float32 tiles (rows, features), in the few instructions they need.
 
 Triton's ``exp`` and ``/`` guard against denormal results, which costs a comparison and two products each. Here
-they flush to zero: what is lost lies below 2⁻¹²⁶, and an activation's derivative stops being bound by arithmetic.
+they flush to zero: no more than 2⁻¹²⁶ is lost, and derivatives of activations are bound by memory, not by arithmetic.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950216293335)  # log₂e in float32
-LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # what that leaves of it
+LOG2_E_LOW = tl.constexpr(1.925963033500011e-08)  # log₂e less that
 
 
 @triton.jit

@@ -20,7 +20,7 @@ class ChunkPlace(NamedTuple):
     sequence: tl.tensor  # packed sequence, or batch entry
     start: tl.tensor  # token at which the sequence begins
     first: tl.tensor  # the chunk's first token within the sequence
-    last: tl.tensor  # and the one behind its last
+    last: tl.tensor  # one past its last token
     position: tl.tensor  # of the sequence's first token: int64 where a tensor gives it
     column: tl.tensor  # block of features of the result
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from warploom.device.activations import exponential, exponential_float32
 
 FORGETS = tl.constexpr(-104.0)
-"""The least logarithm of a decay that is told from all below it: its power is 0 in float32."""
+"""The least logarithm of a decay that counts: eˣ of all below it is 0 in float32."""
 
 
 @triton.jit

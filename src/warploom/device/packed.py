@@ -1,12 +1,11 @@
-"""Packed sequences: which one a token, or a tile of tokens, belongs to, found on the device.
+"""The packed sequence of a token, or of a tile of tokens, found on the device.
 
-Where no tile may hold tokens of two sequences: sequence ``s`` takes tokens ``cu_seqlens[s]`` to
-``cu_seqlens[s + 1]``. Cut into tiles of ``BLOCK`` tokens, it is given the tiles from number
-``cu_seqlens[s] // BLOCK + s`` on. That is never fewer than it needs, at most one more, and a grid of
-``tokens // BLOCK + sequences`` tiles holds all of them: no length has to be known on the host.
+A tile holds tokens of one sequence. Sequence ``s`` has the tokens from ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]``, and
+its first tile is number ``cu_seqlens[s] // BLOCK + s``. This gives every sequence the tiles that it needs, and at most
+one more. A grid of ``tokens // BLOCK + sequences`` tiles holds all sequences, so the host need not know their lengths.
 
-The tail, tokens behind the last sequence, is taken as one more sequence by kernels that make its rows zero:
-``⌈tokens / BLOCK⌉ + sequences`` tiles hold it as well.
+Tokens behind the last sequence are called the tail. Kernels that make its rows zero treat it as one more sequence, in a
+grid of ``⌈tokens / BLOCK⌉ + sequences`` tiles.
 """
 
 import triton

@@ -9,6 +9,8 @@ A position of 64 bits wraps as well: its lower 32 bits are the factor of the int
 Integers that wrap are added and multiplied by `wrapping_add` and `wrapping_mul`, which no debug mode checks.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -56,12 +58,20 @@ def wrapping_mul(a, b):
     return tl.mul(a, b, sanitize_overflow=False)
 
 
+class PhaseStep(NamedTuple):
+    """An angle gained per position, in turns: ``whole · unit + rest``.
+
+    Rest and unit are NaN where the angle is too large to be reduced, infinite or NaN.
+    """
+
+    whole: tl.tensor  # int32
+    rest: tl.tensor  # float32
+    unit: tl.tensor  # 2⁻³², float32
+
+
 @triton.jit
 def phase_step(theta):
-    """Returns the angle gained per position: whole units (int32), the rest in turns (float32), and a unit in turns, 2⁻³².
-
-    Rest and unit are NaN where theta is too large to be reduced, infinite or NaN.
-    """
+    """Returns the `PhaseStep` of frequencies in radians per position."""
     if theta.dtype == tl.float64:
         turns = theta.to(tl.float64) * INVERSE_TURN
         turns -= tl.floor(turns + 0.5)
@@ -87,7 +97,7 @@ def phase_step(theta):
     known = tl.abs(theta) < LARGEST
     rest = tl.where(known, rest, float("nan"))
     unit = tl.where(known, TWO_POW_MINUS_32, float("nan")).to(tl.float32)
-    return whole, rest, unit
+    return PhaseStep(whole, rest, unit)
 
 
 @triton.jit
@@ -107,8 +117,8 @@ def fast_cos_sin(angle):
 
 
 @triton.jit
-def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
-    """Returns the cosine and sine at integer positions of 32 or 64 bits, from `phase_step`, in float32.
+def cos_sin(position, step, HALF: tl.constexpr):
+    """Returns the cosine and sine at integer positions of 32 or 64 bits, for a `PhaseStep`, in float32.
 
     Below 2e-7 off for positions to 2²⁴. With ``HALF``, for results that will be rounded to 16 bits, the special
     function unit does what is left after the exact reduction, and is at most 9e-7 off.
@@ -117,22 +127,22 @@ def cos_sin(position, whole, rest, unit, HALF: tl.constexpr):
     if HALF:
         # The upper 23 bits of the phase, half a turn ahead, are the fraction of a float32 in [1, 2). Conversions
         # from and to integers would cost as much as the sine itself, and the rest is small enough for float32.
-        bits = wrapping_add(wrapping_mul(low, whole), HALF_TURN_AND_HALF_A_BIT)
+        bits = wrapping_add(wrapping_mul(low, step.whole), HALF_TURN_AND_HALF_A_BIT)
         turns = ((bits.to(tl.uint32, bitcast=True) >> 9) | ONE_AS_BITS).to(tl.float32, bitcast=True) - 1.5
-        angle = tl.fma(position.to(tl.float32), rest, turns) * TURN
+        angle = tl.fma(position.to(tl.float32), step.rest, turns) * TURN
         cosine, sine = fast_cos_sin(angle)
     else:
         # An eighth of a turn ahead, so that the upper two bits are the quadrant whose axis is nearest.
-        phase = wrapping_mul(low, whole)
+        phase = wrapping_mul(low, step.whole)
         if position.dtype == tl.int64:
-            gain = position.to(tl.float32) * rest
+            gain = position.to(tl.float32) * step.rest
             gain -= (gain + ROUND) - ROUND  # whole turns, from position 2³² on
             gain *= TWO_POW_32
         else:
-            gain = (position.to(tl.float32) * TWO_POW_32) * rest
+            gain = (position.to(tl.float32) * TWO_POW_32) * step.rest
         phase = wrapping_add(phase, gain.to(tl.int32))
         phase = wrapping_add(phase, EIGHTH_TURN)
-        r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * unit
+        r = ((phase & WITHIN_QUADRANT) - EIGHTH_TURN).to(tl.float32) * step.unit
         z = r * r
         s = r * (S0 + z * (S1 + z * (S2 + z * S3)))
         c = 1.0 + z * (C1 + z * (C2 + z * (C3 + z * C4)))

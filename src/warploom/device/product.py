@@ -59,10 +59,10 @@ def add_outside(whole, c):
 def product(a, b, c, PRECISION: tl.constexpr):
     """Returns ``a · b + c`` in float32.
 
-    ``PRECISION`` is about float32 factors: one of Triton's names of an ``input_precision``, ``bf16`` to round them
-    to bfloat16 first, or ``3-term`` where they come as `terms_of` makes them (``3-term here``, if that was just before):
-    six products of nine, like ``bf16x6``, and the other three are smaller than what float32 rounds off. ``2-term`` takes
-    three products of four.
+    ``PRECISION`` says how float32 factors are multiplied. It is a name of Triton's ``input_precision``, or ``bf16`` to
+    round them to bfloat16 first, or ``3-term`` if they come as `terms_of` makes them (``3-term here``: in this loop). Of
+    the nine products of three terms six are taken, as by ``bf16x6``: the others are below what float32 rounds off.
+    ``2-term`` takes three products of four.
     """
     if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
         COUNT: tl.constexpr = len(a)
@@ -113,7 +113,7 @@ def dot(a, b, acc):
 def exact_dot(a, b, acc):
     """Returns ``a · b + acc`` with no errors but those of float32: not on matrix units where factors are float32.
 
-    It takes longer than `dot`, and is for products that wait for memory anyway. Sums are made term after term: over many
+    It takes longer than `dot`, and is for products that wait for memory anyway. It adds term after term, so over many
     terms `dot` is as exact.
     """
     return product(a, b, acc, "ieee")

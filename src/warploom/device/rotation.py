@@ -10,7 +10,7 @@ from warploom.device.activations import activate, activate_backward, softmax_pai
 
 @triton.jit
 def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Returns two float32 tiles and a factor: x̄ is their product. The factor is 1.0, for softmax (R, 1) reciprocals of sums."""
+    """Returns two float32 tiles and a factor, whose product is x̄: 1.0, or for softmax reciprocals of sums (R, 1)."""
     scale = 1.0
     if ACTIVATION == "softmax":
         inside = (tl.arange(0, BLOCK_F) < spec.F)[None, :]
@@ -28,7 +28,7 @@ def activate_input(x1, x2, spec: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_F
 
 @triton.jit
 def rotate(x1, x2, cosine, sine, KIND: tl.constexpr):
-    """Returns the pair of results for x̄."""
+    """Returns the rotated pair (``x1``, ``x2``), or for ``cosine`` both products of ``x1``."""
     if KIND == "cosine":
         first = x1 * cosine
         second = x1 * sine
@@ -41,7 +41,7 @@ def rotate(x1, x2, cosine, sine, KIND: tl.constexpr):
 
 @triton.jit
 def rotate_pair_back(g1, g2, cosine, sine):
-    """Returns the gradients of both x̄ of a pair. For ``cosine`` the first is that of x̄, and x̄ times the second that of the angle."""
+    """Returns the gradients of both members of a pair. For ``cosine``: that of x̄, and that of the angle divided by x̄."""
     d1 = tl.fma(g1, cosine, g2 * sine)
     d2 = tl.fma(g2, cosine, -(g1 * sine))
     return d1, d2

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 
 from warploom.distributed.balance import balance
-from warploom.distributed.ranks import Bounds, remembered, shown
+from warploom.distributed.ranks import Bounds, remember, shown
 from warploom.errors import ArgumentError, fault
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ class Chunks:
     def rows(self, rank: int) -> Tensor:
         """Returns the tokens of a rank's part, (n,), in its order."""
         own = self.owned(rank)
-        return expanded(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
+        return expand_ranges(self.first[:, own].t().flatten(), self.last[:, own].t().flatten())
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -52,14 +52,14 @@ class Chunks:
         return [int(sizes[self.owned(rank)].sum()) for rank in range(self.world)]
 
 
-def expanded(first: Tensor, last: Tensor) -> Tensor:
+def expand_ranges(first: Tensor, last: Tensor) -> Tensor:
     """Returns all integers of ranges, one range after the other."""
     sizes = (last - first).clamp(min=0)
     before = sizes.cumsum(0) - sizes
     return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)
 
 
-@remembered(64)
+@remember(64)
 def chunks_of(bounds: Bounds, world: int, layout: str) -> Chunks:
     """Cut packed sequences for so many ranks."""
     cut = torch.tensor(bounds)
@@ -88,7 +88,7 @@ def check_layout(function: str, layout: object) -> None:
         raise fault(ArgumentError, function, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
 
 
-@remembered(8)
+@remember(8)
 def rows_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     """Returns the tokens of a rank's part, (n,), in its order."""
     return chunks_of(bounds, world, layout).rows(rank).to(device)

@@ -33,7 +33,7 @@ def as_bytes(x: Tensor) -> Tensor:
 _bounds: Any = WeakTensorKeyDictionary()
 
 
-def remembered(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def remember(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Remember what a function returns, for so many calls, as tensors that any later call can take.
 
     They are made on the host whatever PyTorch's default device is, and outside of inference mode, whose tensors

@@ -13,7 +13,7 @@ from warploom.distributed.layout import (
     check_layout,
     chunks_of,
     close_bounds,
-    expanded,
+    expand_ranges,
     places,
     rows_on,
 )
@@ -26,7 +26,7 @@ from warploom.distributed.ranks import (
     check_packed,
     device_of,
     group_of,
-    remembered,
+    remember,
 )
 from warploom.errors import ArgumentError, DtypeError, ShapeError, WarploomError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import as_python, is_int
@@ -34,7 +34,7 @@ from warploom.runtime.arguments import as_python, is_int
 Tensor = torch.Tensor
 
 
-@remembered(8)
+@remember(8)
 def _places_on(bounds: Bounds, world: int, layout: str, device: torch.device) -> Tensor:
     """Returns `places` on a device."""
     return places(chunks_of(bounds, world, layout)).to(device)
@@ -163,7 +163,7 @@ class _Whole(torch.autograd.Function):
         ctx.part = (bounds, group.size(), layout, group.rank(), x.device)
         longest = max(chunks_of(bounds, group.size(), layout).lengths)
         parts = x.new_empty((group.size() * longest, *x.shape[1:]))
-        all_gather(as_bytes(parts), as_bytes(padded(x, longest)), group=group)
+        all_gather(as_bytes(parts), as_bytes(pad_rows(x, longest)), group=group)
         return parts.index_select(0, _places_on(bounds, group.size(), layout, x.device))
 
     @staticmethod
@@ -171,7 +171,7 @@ class _Whole(torch.autograd.Function):
         return grad.index_select(0, rows_on(*ctx.part)), None, None, None
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
+def pad_rows(x: Tensor, rows: int) -> Tensor:
     """Returns ``x`` (n, …), dense, filled up to so many rows."""
     if x.shape[0] == rows:
         return x.contiguous()
@@ -225,9 +225,9 @@ def local_position_ids(
     return _positions_on(bounds, group.size(), layout, group.rank(), device_of(mesh)).clone()
 
 
-@remembered(8)
+@remember(8)
 def _positions_on(bounds: Bounds, world: int, layout: str, rank: int, device: torch.device) -> Tensor:
     chunks = chunks_of(bounds, world, layout)
     own = chunks.owned(rank)
     first, last = ((edges - chunks.starts)[:, own].t().flatten() for edges in (chunks.first, chunks.last))
-    return expanded(first, last).to(device)
+    return expand_ranges(first, last).to(device)

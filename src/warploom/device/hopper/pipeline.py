@@ -29,8 +29,8 @@ class Ring(NamedTuple):
 
     tiles: gl.shared_memory_descriptor
     """(stages · TERMS · pieces, 1, 1, rows, features): a tile is a box of (B, H, N, D)."""
-    full: gl.shared_memory_descriptor  # a barrier for each stage, as is the next
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier for each stage: its tile has arrived
+    empty: gl.shared_memory_descriptor  # a barrier for each stage: all groups have read its tile
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def new_ring(tiles, STAGES: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, count):
-    """Wait for the tile number ``count`` of a ring of buffers; the number of its buffer."""
+    """Wait for tile number ``count`` of a ring of buffers; returns the number of its buffer."""
     slot = count % full.shape[0]
     mbarrier.wait(full.index(slot), count // full.shape[0] & 1)
     return slot
@@ -82,7 +82,7 @@ def wait_full(full, count):
 
 @gluon.jit
 def wait_empty(empty, count):
-    """Wait until there is room for the tile number ``count`` of a ring of buffers; the number of its buffer."""
+    """Wait until there is room for tile number ``count`` of a ring of buffers; returns the number of its buffer."""
     slot = count % empty.shape[0]
     mbarrier.wait(empty.index(slot), (count // empty.shape[0] & 1) ^ 1)
     return slot
@@ -96,7 +96,7 @@ def bytes_of_slot(descs, tiles, full):
 
 @gluon.jit
 def copy_rows(desc, batch, head, row, tiles, full, slot, number, COUNT: gl.constexpr):
-    """Start to copy all pieces of the rows number ``number``, of which each barrier of ``full`` has ``COUNT``."""
+    """Start to copy all pieces of rows ``number``; each barrier of ``full`` waits for ``COUNT`` such copies."""
     PIECES: gl.constexpr = tiles.shape[0] // (full.shape[0] * COUNT)
     WIDTH: gl.constexpr = desc.block_type.shape[3]
     for piece in gl.static_range(PIECES):

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# They have the second of these names since Triton 3.8, and the first no longer since 3.9.
+# `async_load` and `async_store` are their names since Triton 3.8, and their only names since 3.9.
 async_copy_global_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_copy_shared_to_global = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait

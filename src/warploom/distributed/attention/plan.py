@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from warploom.distributed.layout import Chunks, chunks_of, expanded, places
-from warploom.distributed.ranks import Bounds, remembered
+from warploom.distributed.layout import Chunks, chunks_of, expand_ranges, places
+from warploom.distributed.ranks import Bounds, remember
 
 Tensor = torch.Tensor
 
@@ -62,7 +62,7 @@ class ContextAttentionPlan(NamedTuple):
     ends: Tensor  # (shared + 1,), where each row's begin in ``order``; int32 on the device, as ``order``
 
 
-@remembered(8)  # one holds a few numbers for each token, on the device
+@remember(8)  # one holds a few numbers for each token, on the device
 def make_plan(
     bounds: Bounds, world: int, rank: int, layout: str, left: int | None, right: int | None, device: torch.device
 ) -> ContextAttentionPlan:
@@ -103,7 +103,7 @@ def make_plan(
     if together:
         sizes = torch.tensor([[chunks.lengths[rank]]])
     beyond = (end - chunks.last if masked else end * 0)[:, owned[rank]]
-    seen = [expanded(begin[:, column], end[:, column]) for column in owned[rank]]
+    seen = [expand_ranges(begin[:, column], end[:, column]) for column in owned[rank]]
     key_places = _place_keys(seen, single_call, bounds[-1])
     ranges = [
         _Ranges(sizes[:, number], place[begin[:, column]], (end - begin)[:, column], beyond[:, number])
@@ -223,10 +223,10 @@ def _make_transfer(chunks: Chunks, begin: Tensor, end: Tensor, rank: int) -> _Tr
         low = torch.maximum(first, begin[:, other : other + 1])
         high = torch.minimum(last, end[:, other : other + 1])
         shift = offsets - first
-        rows = expanded((low + shift).flatten(), (torch.maximum(high, low) + shift).flatten())
+        rows = expand_ranges((low + shift).flatten(), (torch.maximum(high, low) + shift).flatten())
         send.append(rows)
         send_counts.append(len(rows))
-    mine = expanded(begin[:, rank], end[:, rank])  # tokens, ascending in each sequence
+    mine = expand_ranges(begin[:, rank], end[:, rank])  # tokens, ascending in each sequence
     owner = torch.empty(int(chunks.ends[-1]), dtype=torch.int64)
     for other in range(chunks.world):
         owner[chunks.rows(other)] = other

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.distributed.layout import chunks_of
-from warploom.distributed.ranks import Bounds, remembered
+from warploom.distributed.ranks import Bounds, remember
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,7 @@ class RankPart(NamedTuple):
         return self.segments[0] if len(self.segments) == 1 and self.segments[0].cu_seqlens is None else None
 
 
-@remembered(64)
+@remember(64)
 def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, device: torch.device) -> RankPart:
     """Returns the part of a rank. Where sequences are not packed, all batch entries are cut alike."""
     chunks = chunks_of(bounds, world, LAYOUT)

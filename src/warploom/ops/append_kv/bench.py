@@ -73,7 +73,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _cloned(function: Callable[..., Tensor | None]) -> Callable[..., tuple[Tensor, ...]]:
+def _clone_caches(function: Callable[..., Tensor | None]) -> Callable[..., tuple[Tensor, ...]]:
     """Returns a function that appends to copies of the caches, and returns these, and queries if there are."""
 
     @functools.wraps(function)
@@ -87,8 +87,8 @@ def _cloned(function: Callable[..., Tensor | None]) -> Callable[..., tuple[Tenso
 
 OPERATOR = Operator(
     name="append_kv",
-    function=_cloned(append_kv),
-    reference=_cloned(reference.append_kv),
+    function=_clone_caches(append_kv),
+    reference=_clone_caches(reference.append_kv),
     make_inputs=make_inputs,
     check_cases=tuple({**_BASE, **change} for change in _CHECKS),
 )

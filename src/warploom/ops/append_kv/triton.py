@@ -145,9 +145,9 @@ def rotate_pairs(
 ):
     """Returns pairs of features (R, F) rotated at places (R,)."""
     f = tl.arange(0, BLOCK_F)
-    whole, rest, unit = phase_step(tl.load(theta + f * theta_stride, mask=f < spec.E, other=0.0)[None, :])
+    step = phase_step(tl.load(theta + f * theta_stride, mask=f < spec.E, other=0.0)[None, :])
     HALF: tl.constexpr = dtype.primitive_bitwidth == 16
-    cosine, sine = cos_sin(place[:, None], whole, rest, unit, HALF)
+    cosine, sine = cos_sin(place[:, None], step, HALF)
     return rotate(one.to(tl.float32), two.to(tl.float32), cosine, sine, spec.KIND)
 
 

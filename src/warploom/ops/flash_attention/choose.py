@@ -103,11 +103,11 @@ def _first(step: str, table: Sequence[Any], *arguments: Any) -> Any:
         if not isinstance(variant, str):
             break
         note(step, f"not {variant}")
-    note(step, _described(variant))
+    note(step, _describe(variant))
     return variant
 
 
-def _described(variant: Any) -> str:
+def _describe(variant: Any) -> str:
     """Returns the names of a variant and of those in it, and what the innermost is."""
     names, inner = [type(variant).__name__], variant
     while hasattr(inner, "inner"):

@@ -179,9 +179,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
     right = None if right is None or right >= rows - 1 else right
     queries = q[:, blind:]
     if right == 0 and left is None and rows == keys:
-        out = _fused(queries, k, v, options.scale, None, True)
+        out = _attend_fused(queries, k, v, options.scale, None, True)
     elif left is None and right is None:
-        out = _fused(queries, k, v, options.scale, None, False)
+        out = _attend_fused(queries, k, v, options.scale, None, False)
     else:
         again = torch.is_grad_enabled() and rows * keys > MASKS
         arguments = [(queries[:, i : i + BLOCK], k, v, keys - rows + i) for i in range(0, rows, BLOCK)]
@@ -207,10 +207,10 @@ def _block(
         seen &= distance >= -left
     if right is not None:
         seen &= distance <= right
-    return _fused(q, k[:, first:last], v[:, first:last], scale, seen, False)
+    return _attend_fused(q, k[:, first:last], v[:, first:last], scale, seen, False)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
     """Returns PyTorch's attention, which is fused for as many features of keys as of values."""
     features, wanted = v.shape[3], max(q.shape[3], v.shape[3])
     if scale < 0:

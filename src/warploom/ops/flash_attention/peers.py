@@ -54,7 +54,7 @@ def plain(
     block_table: Tensor | None = None,
 ) -> Tensor:
     """Compute attention as one writes it in PyTorch: the whole matrix of weights, in the dtype of the inputs."""
-    k, v = (_gathered(t, block_table) for t in (k, v))
+    k, v = (_gather_pages(t, block_table) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     logits = q @ k.mT * q.shape[-1] ** -0.5
@@ -67,7 +67,7 @@ def plain(
     if window is not None and window[0] is not None:
         visible = visible.triu(ahead - window[0])
     if seqused_k is not None:  # of as many queries as keys or of one: where it stands changes nothing
-        visible = visible & _used(seqused_k, k.shape[2])
+        visible = visible & _mask_of_used(seqused_k, k.shape[2])
     if causal or window is not None or seqused_k is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
     if sink is not None:
@@ -82,12 +82,12 @@ def _plain(case: Case) -> Provider:
     return plain
 
 
-def _gathered(x: Tensor, block_table: Tensor | None) -> Tensor:
+def _gather_pages(x: Tensor, block_table: Tensor | None) -> Tensor:
     """Returns the pages of each batch entry one after the other, where there are pages: (B, M, H, F)."""
     return x if block_table is None else x[block_table.long()].flatten(1, 2)
 
 
-def _used(seqused_k: Tensor, keys: int) -> Tensor:
+def _mask_of_used(seqused_k: Tensor, keys: int) -> Tensor:
     """Returns a mask (B, 1, 1, M) of the keys that each batch entry has."""
     return (torch.arange(keys, device=seqused_k.device) < seqused_k[:, None])[:, None, None]
 
@@ -106,9 +106,9 @@ def _decoding(attend: Provider) -> Provider:
         seqused_k: Tensor | None = None,
         block_table: Tensor | None = None,
     ) -> Tensor:
-        k, v = (_gathered(t, block_table).transpose(1, 2) for t in (k, v))
+        k, v = (_gather_pages(t, block_table).transpose(1, 2) for t in (k, v))
         queries = q[:, 0].unflatten(1, (k.shape[1], -1))
-        out = attend(queries, k, v, None if seqused_k is None else _used(seqused_k, k.shape[2]))
+        out = attend(queries, k, v, None if seqused_k is None else _mask_of_used(seqused_k, k.shape[2]))
         return out.flatten(1, 2)[:, None]
 
     return decode
@@ -127,12 +127,12 @@ def _decode_sdpa(backend: str, case: Case) -> Provider:
     need_cuda("the fused kernels")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        return _fused(backend, q, k, v, attn_mask=visible)
+        return _attend_fused(backend, q, k, v, attn_mask=visible)
 
     return _decoding(attend)
 
 
-def _fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Returns PyTorch's fused attention with one of its kernels, on (B, H, N, D).
 
     Raises:
@@ -164,7 +164,7 @@ def _sdpa(backend: str, case: Case) -> Provider:
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return _fused(backend, q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+        return _attend_fused(backend, q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
     return attend
 
@@ -270,7 +270,7 @@ def _served_by_sequence(case: Case) -> Provider:
         outs, begin = [], 0
         for sequence, (queries, keys) in enumerate(MIXES[case["mix"]]):
             row = slice(sequence, sequence + 1)
-            one_k, one_v = (t[row] if block_table is None else _gathered(t, block_table[row]) for t in (k, v))
+            one_k, one_v = (t[row] if block_table is None else _gather_pages(t, block_table[row]) for t in (k, v))
             rows = (q[:, begin : begin + queries], one_k[:, :keys], one_v[:, :keys])
             one_q, one_k, one_v = (t.transpose(1, 2) for t in rows)
             options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}

@@ -22,12 +22,12 @@ class LinearInputs(NamedTuple):
     cu_seqlens: Tensor | None
 
     def places(self, offset: int) -> tuple[Any, ...]:
-        """Returns what every kernel takes behind its rows and states, in the order of `PLACES`."""
+        """Returns the tensors of positions and decays, which every kernel takes, in the order of `PLACES`."""
         return self.theta, self.offsets, self.cu_seqlens, self.decay, offset
 
 
 PLACES = ("theta", "offsets", "cu_seqlens", "decay", "offset")
-"""Names of what says where tokens stand and how they decay."""
+"""Names of the tensors of positions and decays."""
 
 
 class LinearOptions(NamedTuple):
@@ -104,5 +104,5 @@ class LinearCall(NamedTuple):
 
     @property
     def state_scale(self) -> float:
-        """Returns what gradients of states are kept over; without tokens or causality they are kept as they are."""
+        """Returns the divisor of gradients of states in memory: the scale, or 1 without tokens or causality."""
         return self.options.scale if self.options.causal and self.inputs.q.shape[1] else 1.0

@@ -45,22 +45,22 @@ CHUNK = 256
 """The fewest tokens of a chunk."""
 
 CALL = 16384
-"""Tokens that a call is taken to have, where sequences are shorter: those of a batch."""
+"""Tokens of a call, for the choice of chunks, if its sequences are shorter: those of a usual batch."""
 
 LEAST_CHUNKS = 4
-"""Chunks of a sequence that is cut, if it has the tokens: see `chunk_of`."""
+"""The fewest chunks of a sequence that is cut, if it has the tokens: see `chunk_of`."""
 
 DECAY_CHUNK = 32
-"""Tokens of a chunk where the gradient of decays is asked for, which takes states that often."""
+"""Tokens of a chunk where the gradient of decays is wanted, which needs a state for each."""
 
 STEPS = 4
-"""Tokens of a sequence, at most, that are taken one by one."""
+"""The most tokens of a sequence that are computed one by one."""
 
 SHORT = 16
-"""Tokens of a sequence, at most, for which there are tiles of `LEAST` tokens: steps of decoding."""
+"""The most tokens of a sequence for which tiles of `LEAST` tokens are used: steps of decoding."""
 
 PIECE = 32
-"""Rows of a tile, at most, that products add up over: see `triton.tiles`."""
+"""The most rows of a tile that products add up over: see `triton.tiles`."""
 
 WIDE_PIECE = 128
 """Rows of a tile on Hopper and later, where gradients of encoded rows are made of numbers of 16 bits."""
@@ -100,7 +100,7 @@ def tile_of(kernel: str, half: bool, rows: int, columns: int, tokens: int) -> Li
 
 
 def is_held(numbers: int, half: bool, room: int) -> bool:
-    """Returns whether ``room`` bytes of shared memory hold a state of so many numbers.
+    """Returns whether a state of so many numbers fits in ``room`` bytes of shared memory.
 
     What all tiles multiply with, as without causality, the compiler keeps there. A float32 takes up to 6.3 bytes,
     as it comes in terms, and a number of 16 bits 2.2. Where each tile loads the state, both passes of 128 float32
@@ -131,7 +131,7 @@ def in_power_of_two(features: int) -> int:
 
 
 def chunk_of(tokens: int, heads: int, values: int, multiprocessors: int, summed: bool = False) -> int:
-    """Returns tokens of a chunk; all of them where that makes programs enough.
+    """Returns the tokens of a chunk: all tokens, if that makes enough programs.
 
     It does not depend on the batch, so that a sequence has the same bits alone and among others: a call is taken to
     have `CALL` tokens in all. There are no more chunks than run at a time, and fewer than `LEAST_CHUNKS` are not

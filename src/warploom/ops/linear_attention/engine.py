@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 class Continuation(NamedTuple):
-    """Arguments of a call whose tokens go on with a sequence of which others hold the rest."""
+    """Arguments of a call that has a part of a sequence, of which other ranks have the rest."""
 
     carry: Callable[[Tensor], Tensor]
     """A function from the state (S, H, F, E) that these tokens alone would leave to the state before them: float32
@@ -53,7 +53,7 @@ def most_slots(inputs: LinearInputs, options: LinearOptions) -> int:
 def _call_of(
     inputs: LinearInputs, options: LinearOptions, decay_gradient: bool = False, summed: bool = False
 ) -> LinearCall:
-    """Returns the call on these tensors, of whose chunks the sums may be wanted in any case."""
+    """Returns the call on these tensors. ``summed``: sums of its chunks are wanted in any case."""
     tokens, heads, values = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[3]
     if decay_gradient:
         return LinearCall(inputs, options, DECAY_CHUNK)
@@ -115,7 +115,7 @@ class ProductPlan(NamedTuple):
     """Plan of a product over rows: see `triton.product`."""
 
     launch: Launch
-    plain: bool  # whether the kernel takes neither ``x`` nor ``partial``
+    plain: bool  # whether its kernel takes neither ``x`` nor ``partial``
 
     def __call__(
         self, a: Tensor, b: Tensor, c: Tensor, x: Tensor | None, out: Tensor, initial: Tensor | None,
@@ -282,7 +282,7 @@ def _turn_back(
     rows: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[bool], inputs: LinearInputs, options: LinearOptions,
     offset: int, of_theta: bool, plans: Plans,
 ) -> Tensor | None:  # fmt: skip
-    """Makes of gradients of encoded rows those of the rows, in place; returns that of theta if it is wanted.
+    """Turn gradients of encoded rows into those of the rows, in place; returns theta's gradient if it is wanted.
 
     ``rows`` are pairs of what was encoded and these gradients.
     """

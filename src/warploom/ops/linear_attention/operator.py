@@ -73,7 +73,7 @@ def _flops(inputs: LinearInputs, options: LinearOptions, products: int = 2) -> i
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: LinearOptions) -> int:
-    """Returns those of five products: states anew, their gradients, and those of q, k and v."""
+    """Returns the operations of five products: states again, their gradients, and those of q, k and v."""
     return _flops(LinearInputs(*saved), options, 5)
 
 

@@ -25,7 +25,7 @@ MAX_FEATURES = 256
 MAX_TOKENS = 2**31 - 2**12
 """Tokens of all heads and batch entries, which the kernels count in 32 bits, to the end of the last tile."""
 SCALES = (2.0**-60, 2.0**60)
-"""The least and the largest size of a scale but 0, by which the kernels can divide a gradient and multiply it."""
+"""The least and the largest absolute scale, 0 excepted, by which the kernels can divide and multiply a gradient."""
 
 
 def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any) -> ValidatedCall:
@@ -87,7 +87,7 @@ def check_values(name: str, inputs: LinearInputs) -> None:
 
 
 def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) -> str | None:
-    """Returns what the Triton kernels do not do in this call, if anything."""
+    """Returns why the Triton kernels do not take this call, or None."""
     for what, size in (("query or key", features), ("value", v.shape[-1])):
         if size > MAX_FEATURES:
             return f"a {what} of {size} features does not fit in one tile ({MAX_FEATURES} at most)"

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def logit_unit(dtype: torch.dtype) -> float:
-    """Returns what a logit is multiplied by so that `exp` of the kernels is its exponential."""
+    """Returns the factor of a logit by which the kernels' `exp` gives its exponential."""
     return 1.0 if dtype == torch.float32 else math.log2(math.e)
 
 
@@ -25,7 +25,7 @@ def _vector(*strides: int) -> int:
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
-    """Returns strides in elements; an axis of size one, never taken, has stride 0, or 1 if it is the last."""
+    """Returns strides in elements; that of an axis of size one, never used, is 0, or 1 if it is the last."""
     if tensor is None:
         return 0, 0, 0, 0
     *outer, last = (stride if size > 1 else None for stride, size in zip(tensor.stride(), tensor.shape))
@@ -43,10 +43,10 @@ class Factors(NamedTuple):
     bv: Tensor
 
     def map(self, function: Callable[[Any], Any]) -> Factors:
-        """Returns what a function makes of each of them; None stays."""
+        """Returns the results of a function of each of them; None stays."""
         return Factors(*(None if factor is None else function(factor) for factor in self))  # type: ignore[arg-type]
 
-    def ranked(self) -> Factors:
+    def with_rank_axis(self) -> Factors:
         """Returns them with their rank axis, as plans take them: a launch reads no sizes, and takes the call's."""
         ak, av = (a if a.dim() == 4 else a.unsqueeze(-1) for a in (self.ak, self.av))
         bk, bv = (b if b.dim() == 4 else b.unsqueeze(-2) for b in (self.bk, self.bv))
@@ -112,7 +112,7 @@ class FactorLayout(NamedTuple):
 
     vector: int
     flag: bool
-    """Features are adjacent in memory, or heads and ranks, and offsets within a tile fit in 32 bits."""
+    """True if features, or heads and ranks, are adjacent in memory, and offsets within a tile fit in 32 bits."""
     strides: tuple[tuple[int, int, int, int], ...]
 
 
@@ -148,6 +148,6 @@ def flops_of_products(inputs: AttentionInputs | DecodeInputs) -> int:
 def flops_of_pairs(
     inputs: AttentionInputs | DecodeInputs, cu_seqlens: Tensor | None, of_keys: int, of_values: int
 ) -> int:
-    """Returns those of so many products for every query and key, by features of keys and of values."""
+    """Returns the operations of so many products for every query and key, by features of keys and of values."""
     pairs = count_attention_pairs(inputs.bq, inputs.ak, cu_seqlens, cu_seqlens)
     return int(2 * pairs * inputs.ak.shape[2] * (of_keys * inputs.bk.shape[-1] + of_values * inputs.bv.shape[-1]))

@@ -26,12 +26,12 @@ def naive_decode(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
 ) -> Tensor:
     """Decode as one writes it first: queries, keys and values are formed in the dtype of the factors."""
-    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
+    q, k, v = (_form(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _formed(a: Tensor, b: Tensor) -> Tensor:
-    a, b = reference.ranked(a, b)
+def _form(a: Tensor, b: Tensor) -> Tensor:
+    a, b = reference.with_rank_axis(a, b)
     return a * b / a.shape[-1] if a.shape[-1] == 1 else torch.matmul(a, b) / a.shape[-1]
 
 
@@ -39,10 +39,10 @@ def factored_decode(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, strategy: str = "auto"
 ) -> Tensor:
     """Decode as one writes it next: one new token on the factors, by matrix products in their dtype."""
-    (ak, bk), (av, bv) = reference.ranked(ak, bk), reference.ranked(av, bv)
+    (ak, bk), (av, bv) = reference.with_rank_axis(ak, bk), reference.with_rank_axis(av, bv)
     batch, keys, heads, rank_k = ak.shape
     rank_v, values = bv.shape[2:]
-    q = _formed(aq, bq)[:, 0]  # (B, H, D)
+    q = _form(aq, bq)[:, 0]  # (B, H, D)
     logits = torch.matmul(bk.flatten(1, 2), q.mT).view(batch, keys, rank_k, heads).float()
     logits = (logits * ak.mT).sum(2) * (q.shape[-1] ** -0.5 / rank_k)  # (B, M, H)
     weights = torch.softmax(logits, dim=1)[..., None] * av / rank_v  # (B, M, H, R)
@@ -54,7 +54,7 @@ def naive_attention(
     aq: Tensor, ak: Tensor, av: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, causal: bool = False
 ) -> Tensor:
     """Form queries, keys and values in memory, then call PyTorch's fused attention."""
-    q, k, v = (_formed(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
+    q, k, v = (_form(a, b).transpose(1, 2) for a, b in ((aq, bq), (ak, bk), (av, bv)))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 

@@ -92,14 +92,14 @@ def tpa_decode(
 # ----------------------------------------------------------------------------------------------------------
 
 
-def ranked(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def with_rank_axis(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Returns factors with their rank axis, which may be left out at rank one: (B, M, H, R) and (B, M, R, D)."""
     return (a.unsqueeze(-1) if a.dim() == 3 else a), (b.unsqueeze(-2) if b.dim() == 3 else b)
 
 
 def product(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
     """Returns ``scale · A B`` of every token in float32 or better: (B, M, H, D). The scale is 1 / R by default."""
-    a, b = ranked(a, b)
+    a, b = with_rank_axis(a, b)
     dtype = torch.promote_types(b.dtype, torch.float32)
     return torch.matmul(a.to(dtype), b.to(dtype)) * (1 / a.shape[-1] if scale is None else scale)
 
@@ -196,7 +196,7 @@ def attend(
 def softmax(scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the weights of visible keys and their log-sum (…, N, 1); ``scores`` (…, N, M), bounds (…, N).
 
-    A query that sees no key has weights of zero, and so is its logarithm.
+    A query that sees no key has weights of zero, and a log-sum of zero.
     """
     key = torch.arange(scores.shape[-1], device=scores.device)
     visible = (key >= first[..., None]) & (key < last[..., None])

@@ -173,7 +173,7 @@ def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> Non
 
 
 def _beyond_attention(sizes: _Sizes) -> str | None:
-    """Returns what the Triton kernels for attention do not do in this call, if anything."""
+    """Returns why the Triton kernels for attention do not take this call, or None."""
     features = max(sizes.features, sizes.value_features)
     limit = beyond_kernels(sizes.batch, sizes.tokens, sizes.keys, sizes.heads, sizes.heads, features)
     steps = -(-max(sizes.heads, sizes.rank_q, sizes.rank_k, sizes.rank_v) // _STEP)
@@ -184,7 +184,7 @@ def _beyond_attention(sizes: _Sizes) -> str | None:
 
 
 def _beyond_decoding(sizes: _Sizes) -> str | None:
-    """Returns what the Triton kernels for decoding do not do in this call, if anything."""
+    """Returns why the Triton kernels for decoding do not take this call, or None."""
     if max(sizes.rank_k, sizes.rank_v) > MAX_RANK:
         return f"ranks of keys and values up to {MAX_RANK}; these are {sizes.rank_k} and {sizes.rank_v}"
     if max(sizes.features, sizes.value_features) > MAX_FEATURES:

@@ -145,9 +145,9 @@ def load_encoded(rows, f, lengths, mask, position, theta, h, stride, sizes, conf
         partner = load_features(rows, other, mask, stride, config.D, config.UNIT).to(tl.float32)
         ptrs = theta + h * sizes.theta_h + pair * sizes.theta_f
         turned = (pair < config.F) & (f < config.D)
-        whole, rest, unit = phase_step(tl.load(ptrs, mask=turned, other=0.0)[None, :])
+        step = phase_step(tl.load(ptrs, mask=turned, other=0.0)[None, :])
         NARROW: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 16
-        cosine, sine = cos_sin(position[:, None], whole, rest, unit, NARROW)
+        cosine, sine = cos_sin(position[:, None], step, NARROW)
         x = x * cosine + tl.where(is_first[None, :], -partner, partner) * sine
     if config.NORMALIZE:
         x = tl.div_rn(x, lengths[:, None] + tl.zeros(x.shape, tl.float32))

@@ -29,7 +29,7 @@ from warploom.ops.flash_attention.triton.tiles import (
     Sizes,
     as_factor,
     base_of,
-    capped,
+    cap_logits,
     key_bounds,
     load_factor,
     loop_bounds,
@@ -41,7 +41,7 @@ from warploom.ops.flash_attention.triton.tiles import (
     term_stride,
     tile_bounds,
     tile_offsets,
-    transposed,
+    transpose,
     used_keys,
     visible,
 )
@@ -170,8 +170,8 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def uncapped(dlogits, logits, config: tl.constexpr):
-    """Returns gradients of logits, from those of capped logits; see `capped`."""
+def uncap_gradients(dlogits, logits, config: tl.constexpr):
+    """Returns gradients of logits, from those of capped logits; see `cap_logits`."""
     if config.SOFTCAP is not None:
         dlogits = dlogits * (1.0 - logits * logits)
     return dlogits
@@ -200,8 +200,8 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         q_ptr = q.ptr + member * q_head + m * q_step
         q_tile = load_factor(q_ptr, q, m, queries.tokens, config.D, MASKED, PRECISION)
         logits = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-        logits = product_as_transposed(k, transposed(q_tile, PRECISION), logits, PRECISION)
-        logits, factor = capped(logits, scale, config)
+        logits = product_as_transposed(k, transpose(q_tile, PRECISION), logits, PRECISION)
+        logits, factor = cap_logits(logits, scale, config)
         if MASKED:
             row_lse = tl.load(queries.lse + row, mask=query < queries.tokens, other=float("inf"))
             row_delta = tl.load(queries.delta + row, mask=query < queries.tokens, other=0.0)
@@ -218,8 +218,8 @@ def query_loop(dk, dv, k, v, queries, begin, end, key, mask, scale, MASKED: tl.c
         do_tile = load_factor(do_ptr, do, m, queries.tokens, config.E, MASKED, PRECISION)
         dv = product(as_factor(weights, do.ptr.dtype.element_ty, PRECISION), do_tile, dv, PRECISION)
         dweights = tl.zeros((dk.shape[0], BLOCK_M), dtype=tl.float32)
-        dweights = product(v, transposed(do_tile, PRECISION), dweights, PRECISION)
-        dlogits = uncapped(weights * (dweights - row_delta[None, :]), logits, config)
+        dweights = product(v, transpose(do_tile, PRECISION), dweights, PRECISION)
+        dlogits = uncap_gradients(weights * (dweights - row_delta[None, :]), logits, config)
         dk = product(as_factor(dlogits, q.ptr.dtype.element_ty, PRECISION), q_tile, dk, PRECISION)
     return dk, dv
 
@@ -347,16 +347,16 @@ def kv_loop(dq, rows, k, v, begin, end, mask, scale, MASKED: tl.constexpr, confi
     for n in tl.range(begin, end, BLOCK_N):
         k_tile = load_factor(k.ptr + n * k_step, k, n, mask.keys, config.D, MASKED, PRECISION)
         logits = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(rows.q, transposed(k_tile, PRECISION), logits, PRECISION)
-        logits, factor = capped(logits, scale, config)
+        logits = product(rows.q, transpose(k_tile, PRECISION), logits, PRECISION)
+        logits, factor = cap_logits(logits, scale, config)
         weights = power_of_two(logits * factor - rows.lse[:, None])  # (M, N)
         if MASKED:
             key = n + tl.arange(0, BLOCK_N)
             weights = tl.where(visible(rows.position[:, None], key[None, :], mask, config), weights, 0.0)
         v_tile = load_factor(v.ptr + n * v_step, v, n, mask.keys, config.E, MASKED, PRECISION)
         dweights = tl.zeros((dq.shape[0], BLOCK_N), dtype=tl.float32)
-        dweights = product(rows.do, transposed(v_tile, PRECISION), dweights, PRECISION)
-        dlogits = uncapped(weights * (dweights - rows.delta[:, None]), logits, config)
+        dweights = product(rows.do, transpose(v_tile, PRECISION), dweights, PRECISION)
+        dlogits = uncap_gradients(weights * (dweights - rows.delta[:, None]), logits, config)
         dq = product(as_factor(dlogits, k.ptr.dtype.element_ty, PRECISION), k_tile, dq, PRECISION)
     return dq
 

@@ -37,7 +37,7 @@ from warploom.ops.flash_attention.triton.tiles import (
     element_offsets,
     loop_bounds,
     row_offsets,
-    transposed,
+    transpose,
     used_keys,
     within,
 )
@@ -299,7 +299,7 @@ def decode_kernel(
             logits = tl.reshape(logits, (ROWS, BLOCK_N))
         else:
             logits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            logits = product(q_tile, transposed(k_tile, PRECISION), logits, PRECISION)
+            logits = product(q_tile, transpose(k_tile, PRECISION), logits, PRECISION)
         weights, softmax = softmax_step(softmax, logits, n, position, mask, sizes.scale, True, config)
         v_tile = load_keys(
             v_rows, table, sizes.cu_k_stride, n, number, there, keys, config.E, BLOCK_E, config, STEP

@@ -30,7 +30,7 @@ from warploom.ops.flash_attention.triton.tiles import (
     Sizes,
     as_factor,
     base_of,
-    capped,
+    cap_logits,
     element_offsets,
     key_bounds,
     kv_rows,
@@ -40,7 +40,7 @@ from warploom.ops.flash_attention.triton.tiles import (
     store_tile,
     term_stride,
     tile_offsets,
-    transposed,
+    transpose,
     visible,
 )
 
@@ -69,7 +69,7 @@ def softmax_step(softmax, logits, n, position, mask, scale, MASKED: tl.constexpr
     ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same: ``max * scale −
     row_max``, one fused operation, is the rounding of that product instead of zero.
     """
-    logits, factor = capped(logits, scale, config)
+    logits, factor = cap_logits(logits, scale, config)
     if MASKED:
         key = n + tl.arange(0, config.BLOCK_N)
         logits = tl.where(visible(position[:, None], key[None, :], mask, config), logits, float("-inf"))
@@ -93,7 +93,7 @@ def attend(softmax, q, k, v, begin, end, position, mask, scale, MASKED: tl.const
         k_ptr, k_rows = kv_rows(k, mask, n, config.VEC, config.BLOCK_D, config)
         k_tile = load_factor(k_ptr, k_rows, n, mask.keys, config.D, MASKED, PRECISION)
         logits = tl.zeros((acc.shape[0], BLOCK_N), dtype=tl.float32)
-        logits = product(q, transposed(k_tile, PRECISION), logits, PRECISION)
+        logits = product(q, transpose(k_tile, PRECISION), logits, PRECISION)
         softmax = Softmax(acc, row_sum, row_max)
         weights, softmax = softmax_step(softmax, logits, n, position, mask, scale, MASKED, config)
         row_sum, row_max = softmax.row_sum, softmax.row_max

@@ -238,7 +238,7 @@ def kv_rows(x, mask, n, VEC: tl.constexpr, FEATURES: tl.constexpr, config: tl.co
 
 
 @triton.jit
-def capped(logits, scale, config: tl.constexpr):
+def cap_logits(logits, scale, config: tl.constexpr):
     """Returns logits, capped where there is a cap, and their scale: ``2^(logits · scale)`` is a weight."""
     if config.NEGATIVE:
         logits = -logits
@@ -375,7 +375,7 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def transposed(factor, PRECISION: tl.constexpr):
+def transpose(factor, PRECISION: tl.constexpr):
     """Returns a factor of a `product`, transposed."""
     if PRECISION == "3-term" or PRECISION == "3-term here" or PRECISION == "2-term":
         terms = ()

@@ -15,7 +15,7 @@ from warploom.device.chunks import ChunkPlace
 from warploom.device.decays import clamp_decay
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, init_each, init_ring, matrix, wait_empty
-from warploom.device.phase import cos_sin, phase_step, wrapping_add
+from warploom.device.phase import PhaseStep, cos_sin, phase_step, wrapping_add
 from warploom.device.rotation import rotate, rotate_pair_back
 from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales
 
@@ -101,7 +101,7 @@ def part_rows(W, warps):
 
 @gluon.constexpr_function
 def fits_whole(tiles, W, form):
-    """Returns whether a thread has registers for its share of so many tiles, and 48 for the rest."""
+    """Returns whether a thread has registers for its share of so many tiles and 48 more."""
     return tiles * W // form.ENCODERS + 48 <= form.ENCODER_REGISTERS
 
 
@@ -154,11 +154,11 @@ def load_angles(theta, place, sizes, W: gl.constexpr, steps: gl.constexpr, form:
     if form.KIND != "none":
         f = gl.arange(0, COUNT, FEATURES)
         ptrs = theta + place.h * sizes.theta_h + f * sizes.theta_f
-        whole, rest, _ = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
-        whole_words.store(whole)
-        rest_words.store(rest)
+        step = phase_step(gl.load(ptrs, mask=f < form.FREQUENCIES, other=0.0))
+        whole_words.store(step.whole)
+        rest_words.store(step.rest)
         for i in gl.static_range(len(steps)):
-            cosine, sine = cos_sin(gl.full([COUNT], steps[i], gl.int32, FEATURES), whole, rest, 0.0, True)
+            cosine, sine = cos_sin(gl.full([COUNT], steps[i], gl.int32, FEATURES), step, True)
             cosines.index(i).store(cosine)
             sines.index(i).store(sine)
     return HeadAngles(whole_words, rest_words, cosines, sines, place.position)
@@ -169,7 +169,8 @@ def cos_sin_at(angles, tokens, begin: gl.constexpr, COUNT: gl.constexpr, LAYOUT:
     """Returns cosines and sines (rows, COUNT) of tokens (rows,) of the sequence, of the angles from ``begin`` on."""
     whole = angles.whole.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
     rest = angles.rest.slice(begin, COUNT).load(gl.SliceLayout(0, LAYOUT))[None, :]
-    return cos_sin(wrapping_add(angles.position, tokens)[:, None], whole, rest, 0.0, True)
+    step = PhaseStep(whole, rest, 0.0)
+    return cos_sin(wrapping_add(angles.position, tokens)[:, None], step, True)
 
 
 @gluon.jit
@@ -247,7 +248,7 @@ def sum_decays(
 
 @gluon.jit
 def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
-    """Encodes the ``count``-th tiles (BLOCK_T, W) where they lie, and weighs those of the first as states take them.
+    """Encodes the ``count``-th tiles (BLOCK_T, W) in place, and weighs those of the first tensor by decays, for the state.
 
     The angles of the first rows that are encoded at a time are exact, those of others are turned on from them.
     """
@@ -304,7 +305,7 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
 def encode_parts(
     tiles, sines, angles, first, step: gl.constexpr, AHEAD: gl.constexpr, COUNT: gl.constexpr, form: gl.constexpr
 ):
-    """Encodes tiles (BLOCK_T, W) by cosines where they lie, and by sines into other buffers, by COUNT warps.
+    """Encodes tiles (BLOCK_T, W) by COUNT warps: by cosines in place, and by sines into other buffers.
 
     The angles of the first rows that are encoded at a time are exact, those of others are turned on from them by a
     step of `HeadAngles`. AHEAD times as many rows are loaded before the first of them are stored, since between loads and
@@ -335,7 +336,7 @@ def encode_parts(
 
 @gluon.jit
 def decay_tile(tile, encoded, count, first, call, form: gl.constexpr, REVERSE: gl.constexpr):
-    """Stores the rows of a tile (BLOCK_T, W) that is not encoded, the ``count``-th, as states take them."""
+    """Stores the rows of the ``count``-th tile (BLOCK_T, W), which is not encoded, weighed by decays for the state."""
     if form.DECAY != "none":
         W: gl.constexpr = tile.shape[1]
         ROWS: gl.constexpr = row_layout(W, form.ENCODERS)
@@ -351,7 +352,7 @@ def decay_tile(tile, encoded, count, first, call, form: gl.constexpr, REVERSE: g
 
 @gluon.jit
 def split_rows(x):
-    """Returns rows (BLOCK_T / 2, W) of a tile of results: those of which a thread holds the next too, `STRIDE` behind, and these."""
+    """Returns two halves (BLOCK_T / 2, W) of a tile of results; a thread holds rows of both that are `STRIDE` apart."""
     W: gl.constexpr = x.shape[1]
     one, two = x.reshape([BLOCK_T // 2 // STRIDE, 2, STRIDE, W]).permute([0, 2, 3, 1]).split()
     return one.reshape([BLOCK_T // 2, W]), two.reshape([BLOCK_T // 2, W])
@@ -359,7 +360,7 @@ def split_rows(x):
 
 @gluon.jit
 def join_rows(one, two):
-    """Returns the rows (BLOCK_T, W) of which `split_rows` makes two halves."""
+    """Returns the tile (BLOCK_T, W) of two halves of `split_rows`."""
     W: gl.constexpr = one.shape[1]
     both = gl.join(one, two).reshape([BLOCK_T // 2 // STRIDE, STRIDE, W, 2])
     return both.permute([0, 3, 1, 2]).reshape([BLOCK_T, W])
@@ -367,7 +368,7 @@ def join_rows(one, two):
 
 @gluon.jit
 def cos_sin_of_rows(angles, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns cosines and sines of the first of `split_rows`, and those that rotate them on to the others'."""
+    """Returns cosines and sines for the first half of `split_rows`, and those of the angle from it to the second."""
     i = gl.arange(0, BLOCK_T // 2, gl.SliceLayout(1, LAYOUT))
     cosine, sine = cos_sin_at(angles, first + i // STRIDE * (2 * STRIDE) + i % STRIDE, 0, COUNT, LAYOUT)
     by_cosine, by_sine = cos_sin_over(angles, 0, 0, COUNT, LAYOUT)
@@ -376,7 +377,7 @@ def cos_sin_of_rows(angles, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def rotate_back(grads, angles, first, form: gl.constexpr):
-    """Returns gradients (BLOCK_T, W) of what was encoded, turned back if that is to be done here."""
+    """Returns gradients (BLOCK_T, W) of what was encoded, rotated back if the form says so."""
     W: gl.constexpr = grads.shape[1]
     WIDTH: gl.constexpr = W // 2 // form.GROUPS
     if form.KIND == "rotate" and form.ROTATES_BACK:

@@ -57,7 +57,7 @@ class CosineParts(NamedTuple):
 
 @gluon.jit
 def copy_tiles_in(parts, full, first: gl.constexpr, behind: gl.constexpr, call, count, REVERSE: gl.constexpr):
-    """Has some of the ``count``-th tiles copied into their buffers."""
+    """Start to copy some of the ``count``-th tiles into their buffers."""
     slot = wait_empty(parts.empty, count)
     descs, buffers = (), ()
     for i in gl.static_range(first, behind):
@@ -67,7 +67,7 @@ def copy_tiles_in(parts, full, first: gl.constexpr, behind: gl.constexpr, call, 
 
 @gluon.jit
 def store_result(parts, call, count, REVERSE: gl.constexpr):
-    """Waits for the ``count``-th result, and has it copied from the buffer of its tile of ``c``, where it lies."""
+    """Waits for the ``count``-th result, and starts to copy it out of the buffer of its tile of ``c``."""
     place = call.place
     slot = wait_full(parts.empty, count)
     tile = call.tiles - 1 - count if REVERSE else count

@@ -1,4 +1,4 @@
-"""The sums of chunks, of which a scan makes the states before or behind them: see `triton.states`."""
+"""The sums of chunks, from which a scan makes the states before or behind them: see `triton.states`."""
 
 from __future__ import annotations
 

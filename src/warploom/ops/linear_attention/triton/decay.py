@@ -57,7 +57,7 @@ def decay_kernel(
     keys = tiles.encode(
         tiles.load_pieces(k_rows, mask, strides.k, 0, config.PIECES, spec, config), turns, 0, spec, config
     )
-    a, until_end, total, parts = tiles.sum_tile_decays(decay, place.first, place.last, place, sizes, config)
+    decays = tiles.sum_tile_decays(decay, place.first, place.last, place, sizes, config)
     of_values = tl.zeros((config.BLOCK_T, config.BLOCK_T), tl.float32)
     of_queries = tl.zeros((config.BLOCK_T,), tl.float32)
     of_keys = tl.zeros((config.BLOCK_T,), tl.float32)
@@ -74,16 +74,16 @@ def decay_kernel(
         of_keys += tl.sum(tiles.apply_state(keys, behind, 1)[0] * values[0].to(tl.float32), axis=1)
         for p in tl.static_range(len(before)):
             across += tl.sum(tl.sum(before[p] * behind[p], axis=1), axis=0)
-    pairs = tiles.decay_scores(tiles.score_pairs(queries, keys), parts, config, False, HALF) * of_values
-    of_queries *= exp(a, HALF)
-    of_keys *= exp(until_end, HALF)
+    pairs = tiles.decay_scores(tiles.score_pairs(queries, keys), decays.parts, config, False, HALF) * of_values
+    of_queries *= exp(decays.up_to, HALF)
+    of_keys *= exp(decays.behind, HALF)
     up_to = tl.cumsum(pairs, axis=1)  # (i, t): the pairs of i with tokens up to t
     spanning = tl.sum(tl.where(t[:, None] > t[None, :], up_to, 0.0), axis=0) + tl.cumsum(of_keys, axis=0)
     until_here = tl.sum(
         tl.where(t[:, None] + 1 == t[None, :], spanning[:, None], 0.0), axis=0
     )  # of the token before
     from_here = tl.sum(tl.where(t[:, None] >= t[None, :], of_queries[:, None], 0.0), axis=0)
-    result = (until_here + from_here + across * exp(total, HALF)) * scale
+    result = (until_here + from_here + across * exp(decays.total, HALF)) * scale
     if BY_HEAD:
         tl.store(out + place.slot * sizes.heads + place.h, tl.sum(tl.where(mask, result, 0.0), axis=0))
     else:

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: tiles, strides, and what is known of addresses."""
+"""Launches of the Triton kernels: tiles, strides, and the alignment of addresses."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of_values(cls, call: LinearCall, tile: LinearTile) -> Blocks:
-        """Returns those of states that have all features of φ in pieces, and some of a value's."""
+        """Returns the tiles of states with all features of φ, in pieces, and a block of a value's."""
         block = piece_of(call.features)
         return cls(block, tile.columns, -(-call.features // block))
 
     @classmethod
     def of_features(cls, call: LinearCall, block_f: int) -> Blocks:
-        """Returns those of states that have all features of a value in pieces, and some of each part of φ."""
+        """Returns the tiles of states with all features of a value, in pieces, and a block of each part of φ."""
         block = piece_of(call.values, is_wide(call))
         return cls(block_f, block, -(-call.values // block))
 
@@ -98,7 +98,7 @@ class Blocks(NamedTuple):
 def arguments_of(
     call: LinearCall, layout: Layout, tile: LinearTile, columns: int, blocks: Blocks, kind: type, **states: State
 ) -> dict[str, Any]:
-    """Returns what kernels are given by name: sizes, strides of a ``kind``, and what they are compiled for."""
+    """Returns the arguments that all kernels take: sizes, strides of a ``kind``, and compile-time choices."""
     strides = {name: state_strides(state) for name, state in states.items()}
     vec = int(all(state is None or strides[name].e == 1 for name, state in states.items()))
     known = layout.vec > 1  # where rows may lie at any address, the kernel knows no other address either
@@ -227,7 +227,7 @@ class DecayGradient(NamedTuple):
 
     @classmethod
     def of(cls, call: LinearCall, grad: Tensor, states: Buffer) -> DecayGradient:
-        """Plans it for chunks of `DECAY_CHUNK` tokens."""
+        """Plans the gradient of decays, for chunks of `DECAY_CHUNK` tokens."""
         q, k, v, *_ = call.inputs
         by_head = call.decay == "head"
         shape = (call.slots, call.heads) if by_head else tuple(q.shape[:3])

@@ -56,7 +56,6 @@ def product_kernel(
     """
     DECODED: tl.constexpr = product.DECODED
     REVERSE: tl.constexpr = product.REVERSE
-    scale, into, out_of = scales
     THETA: tl.constexpr = partial is not None
     HALF: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
     RESULTS: tl.constexpr = 2 if DECODED and config.KIND != "none" else 1
@@ -69,7 +68,7 @@ def product_kernel(
     index = place.slot if config.CAUSAL else place.sequence
     if not product.LOADED:
         state = tiles.load_state(
-            initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED
+            initial, index, place.h, first_f, first_e, scales.into, strides.initial, spec, config, DECODED
         )
     theta_sum = tl.zeros((config.BLOCK_F,), tl.float64)
     count = tl.cdiv(tl.maximum(place.last - place.first, 0), config.BLOCK_T)
@@ -101,7 +100,7 @@ def product_kernel(
             rows = tiles.encode(rows, turns, 0, spec, config)
         if product.LOADED:
             results = tiles.apply_loaded_state(
-                rows, initial, index, place.h, first_f, first_e, into, strides.initial, spec, config, DECODED,
+                rows, initial, index, place.h, first_f, first_e, scales.into, strides.initial, spec, config, DECODED,
                 RESULTS,
             )  # fmt: skip
         else:
@@ -111,21 +110,22 @@ def product_kernel(
                 values = tiles.encode(values, turns, first_f, spec, config)
             else:
                 others = tiles.encode(others, turns, 0, spec, config)
-            sums, behind, total, parts = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
-            before = exp(sums, HALF)
-            behind = exp(behind, HALF)
-            pairs = tiles.decay_scores(tiles.score_pairs(rows, others), parts, config, REVERSE, HALF)
+            decays = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
+            before = exp(decays.up_to, HALF)
+            behind = exp(decays.behind, HALF)
+            pairs = tiles.decay_scores(tiles.score_pairs(rows, others), decays.parts, config, REVERSE, HALF)
             whole = ()
             for p in tl.static_range(RESULTS):
                 one = results[p]
                 if config.DECAY != "none":
                     one *= (behind if REVERSE else before)[:, None]
-                whole = whole + (tiles.multiply_rounding_left(pairs, values[p], one) * scale,)
-            state = tiles.update_state(state, others, values, before if REVERSE else behind, total, config, HALF)
+                whole = whole + (tiles.multiply_rounding_left(pairs, values[p], one) * scales.scale,)
+            weights = before if REVERSE else behind
+            state = tiles.update_state(state, others, values, weights, decays.total, config, HALF)
         else:
             whole = ()
             for p in tl.static_range(RESULTS):
-                whole = whole + (results[p] * scale,)
+                whole = whole + (results[p] * scales.scale,)
         if DECODED:
             dphi = tiles.store_input_gradient(
                 out_rows, whole, original, turns, mask, strides.out, first_f, spec, config, THETA
@@ -149,7 +149,7 @@ def product_kernel(
             )
     if final is not None:
         tiles.store_state(
-            final, state, place.slot, place.h, first_f, first_e, out_of, strides.final, spec, config, DECODED
+            final, state, place.slot, place.h, first_f, first_e, scales.out_of, strides.final, spec, config, DECODED
         )
     if THETA:
         f = first_f + tl.arange(0, config.BLOCK_F)

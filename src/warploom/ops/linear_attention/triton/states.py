@@ -1,6 +1,6 @@
 """Kernels that make the states of chunks: every chunk's own sum, and the scan that hands states over.
 
-Forward, a chunk's sum is ``Σ_j exp(total − a_j) φ(k_j) v_jᵀ`` and the scan makes of it the state before the chunk.
+In the forward a chunk's sum is ``Σ_j exp(total − a_j) φ(k_j) v_jᵀ`` and the scan makes of it the state before the chunk.
 ``REVERSE``, it is ``Σ_i exp(a_i) φ(q_i) do_iᵀ`` and the scan makes of it the gradient of the state behind the chunk,
 over the scale. ``a`` are sums of logarithms of decays from the chunk's first token on.
 """
@@ -53,10 +53,10 @@ def sums_kernel(
         x = tiles.load_pieces(b_rows, mask, strides.b, 0, config.PIECES, spec, config)
         values = load_plain(c_rows, mask, strides.c, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
         encoded = tiles.encode(x, tiles.cos_sin_from(first, place, steps, within, HALF), 0, spec, config)
-        a, behind, total, _ = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
-        weights = exp(a if REVERSE else behind, HALF)
-        state = tiles.update_state(state, encoded, values, weights, total, config, HALF)
-        chunk_total += total
+        decays = tiles.sum_tile_decays(decay, first, place.last, place, sizes, config)
+        weights = exp(decays.up_to if REVERSE else decays.behind, HALF)
+        state = tiles.update_state(state, encoded, values, weights, decays.total, config, HALF)
+        chunk_total += decays.total
     tiles.store_state(states, state, place.slot, place.h, 0, first_e, 1.0, strides.states, spec, config, False)
     if totals is not None and place.column == 0:
         tl.store(totals + place.slot * sizes.heads + place.h, chunk_total)
@@ -99,7 +99,7 @@ def scan_kernel(
         before += f * initial_strides.f + e * initial_strides.e
         carried = tl.load(before, mask=mask, other=0.0).to(tl.float32) * into
     for start in range(0, chunks, AHEAD):
-        # So many loads under way together: stores between them might change what they load, to the compiler.
+        # All loads come before the stores: the compiler does not move a load across a store, so they would wait for it.
         found = ()
         for j in tl.static_range(AHEAD):
             c = start + j

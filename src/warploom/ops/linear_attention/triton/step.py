@@ -46,8 +46,7 @@ def step_kernel(
         mask = n < place.last
         turns = ()
         for i in tl.static_range(len(steps)):
-            whole, rest, unit = steps[i]
-            turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], whole, rest, unit, HALF),)
+            turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], steps[i], HALF),)
         q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
         k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
         v_rows = row_pointers(v, n, place, strides.v, spec.VEC)
@@ -57,7 +56,7 @@ def step_kernel(
         )
         keys = tiles.encode(tiles.load_pieces(k_rows, mask, strides.k, 0, 1, spec, config), turns, 0, spec, config)
         values = load_plain(v_rows, mask, strides.v, first_e, 1, config.E, config.BLOCK_E, spec.UNIT)
-        _, _, total, _ = tiles.sum_tile_decays(decay, t, place.last, place, sizes, config)
+        total = tiles.sum_tile_decays(decay, t, place.last, place, sizes, config).total
         result = tl.zeros((config.BLOCK_E,), tl.float32)
         after = ()
         for p in tl.static_range(len(state)):

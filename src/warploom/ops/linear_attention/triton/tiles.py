@@ -1,4 +1,4 @@
-"""Tiles of linear attention: where a program stands, how rows are loaded and encoded, decays, products, states.
+"""Tiles of linear attention: a program's place, loads and encoding of rows, decays, products, states.
 
 Tokens come in tiles (T, features) and tiles in chunks; a program goes through the tiles of one chunk of one head. What
 `φ` makes of a tile is a tuple of parts (T, F): two for ``rotate`` (both halves of the pairs) and ``cosine`` (cosines
@@ -103,7 +103,7 @@ def zero_rows_past_end(
 
 @triton.jit
 def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.constexpr, config: tl.constexpr):
-    """Returns phase steps (1, F) of the head's angles, of every piece from ``first`` on: see `phase_step`."""
+    """Returns the `PhaseStep` (1, F) of the head's angles, of every piece from ``first`` on."""
     steps = ()
     if config.KIND != "none":
         for i in tl.static_range(PIECES):
@@ -118,8 +118,7 @@ def cos_sin_within(steps, config: tl.constexpr, HALF: tl.constexpr):
     """Returns cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
     turns = ()
     for i in tl.static_range(len(steps)):
-        whole, rest, unit = steps[i]
-        turns = turns + (cos_sin(tl.arange(0, config.BLOCK_T)[:, None], whole, rest, unit, HALF),)
+        turns = turns + (cos_sin(tl.arange(0, config.BLOCK_T)[:, None], steps[i], HALF),)
     return turns
 
 
@@ -129,8 +128,7 @@ def cos_sin_from(first, place, steps, within, HALF: tl.constexpr):
     turns = ()
     position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
     for i in tl.static_range(len(steps)):
-        whole, rest, unit = steps[i]
-        cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+        cosine, sine = cos_sin(position, steps[i], HALF)
         c, s = within[i]
         turns = turns + ((tl.fma(c, cosine, -(s * sine)), tl.fma(s, cosine, c * sine)),)
     return turns
@@ -250,12 +248,18 @@ def store_input_gradient(
 # ----------------------------------------------------------------------------------------------------------
 
 
+class TileDecays(NamedTuple):
+    """Sums of the logarithms of a tile's decays."""
+
+    up_to: tl.tensor  # (T,): up to and with each token
+    behind: tl.tensor  # (T,): of the tokens behind each; ``total − up_to`` would have the rounding of both
+    total: tl.tensor  # of all tokens
+    parts: tl.tuple  # terms of ``up_to``; see `split_decays`
+
+
 @triton.jit
 def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
-    """Returns sums of a tile's logarithms of decays: (T,) up to and with each token, behind it, of all; and `split_decays`.
-
-    The second is no difference of the others: the last tokens, which count most, would have the rounding of the total.
-    """
+    """Returns the `TileDecays` of the tile from token ``first`` on, up to token ``last``."""
     t = tl.arange(0, config.BLOCK_T)
     count = last - first
     if config.DECAY == "none":
@@ -281,7 +285,7 @@ def sum_tile_decays(decay, first, last, place, sizes, config: tl.constexpr):
         next_one = clamp_decay(tl.load(ptrs + sizes.decay_n, mask=within, other=0.0).to(tl.float32))
         behind = tl.cumsum(next_one, axis=0, reverse=True)
         total = tl.sum(g, axis=0)
-    return a, behind, total, parts
+    return TileDecays(a, behind, total, parts)
 
 
 @triton.jit
@@ -364,7 +368,7 @@ def score_pairs(a, b):
 
 @triton.jit
 def apply_state(a, state, RESULTS: tl.constexpr):
-    """Returns ``a · state`` in float32: of so many results a tile."""
+    """Returns ``a · state`` in float32, a tile for each of so many parts."""
     found = ()
     for p in tl.static_range(RESULTS):
         acc = tl.zeros((a[0].shape[0], state[p].shape[1]), tl.float32)
@@ -479,7 +483,7 @@ def apply_loaded_state(
     a, ptr, index, h, first_f, first_e, factor, strides, spec: tl.constexpr, config: tl.constexpr,
     TRANSPOSED: tl.constexpr, RESULTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns `apply_state` with a state that is loaded piece by piece, and of which no more is held."""
+    """Returns what `apply_state` does, with a state that is loaded piece by piece, so that only one is held."""
     ROWS: tl.constexpr = len(a) // config.PIECES
     found = ()
     for _p in tl.static_range(RESULTS):

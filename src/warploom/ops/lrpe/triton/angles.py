@@ -143,13 +143,12 @@ def cos_sin_behind_loads(n, u, mask, s, angles, spec: tl.constexpr, BLOCK_F: tl.
     ptrs = angles.theta + (u * (numbers.theta_u * spec.THETA_VEC))[:, None] + e[None, :]
     frequency = tl.load(ptrs, mask=mask[:, None] & turned[None, :], other=0.0)
     position = token_positions(n, mask, s, u, axis, angles, spec.AXES)
-    whole, rest, unit = phase_step(frequency)
-    return cos_sin(position, whole, rest, unit, HALF)
+    return cos_sin(position, phase_step(frequency), HALF)
 
 
 @triton.jit
 def load_frequencies(angles, h, first, spec: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Returns the phase steps of a head (1, F) from angle ``first`` on: see `phase_step`."""
+    """Returns the `PhaseStep` of a head (1, F) from angle ``first`` on."""
     f = first + tl.arange(0, BLOCK_F)
     turned = (f // spec.E < spec.AXES) & (f < spec.F)
     e = f if spec.E >= spec.F else f % spec.E

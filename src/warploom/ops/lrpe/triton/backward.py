@@ -101,10 +101,10 @@ def backward_kernel(
             xs = xs + (pair,)
         if THETA:
             tl.debug_barrier()  # the first loads do not wait for frequencies; later ones find these in cache
-            whole, rest, unit = load_frequencies(angles, head, 0, spec, config.F)
+            step = load_frequencies(angles, head, 0, spec, config.F)
             axis = tl.arange(0, config.F) // spec.E
             position = token_positions(n, mask, s_first.to(tl.int64), u, axis, angles, spec.AXES)
-            cosine, sine = cos_sin(position, whole, rest, unit, HALF)
+            cosine, sine = cos_sin(position, step, HALF)
         else:
             cosine, sine = cos_sin_behind_loads(n, u, mask, s_first.to(tl.int64), angles, spec, config.F, HALF)
         row_total = tl.zeros((config.R, config.F), tl.float32)

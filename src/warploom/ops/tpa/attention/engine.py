@@ -41,7 +41,7 @@ _NO_HEADS, _NO_FEATURES = HeadStrides(0, 0, 0, 0), FeatureStrides(0, 0, 0, 0)
 
 
 class _Products(NamedTuple):
-    """Plan of what forms keys, values and queries, and gradients of factors from theirs."""
+    """Plan of the products: keys, values and queries of factors, and gradients of factors."""
 
     wholes: tuple[Buffer, Buffer, Buffer | None]  # keys, values, and queries unless ``bq`` holds them
     gradients: Any  # `Factors` of `Buffer`; None for what is not computed here
@@ -64,13 +64,13 @@ class _Products(NamedTuple):
 
 
 def _factors_of(inputs: AttentionInputs) -> Factors:
-    """Returns the factors that are multiplied; ``bq`` is none where it holds whole queries."""
+    """Returns the factors that are multiplied; ``bq`` is None if it holds whole queries."""
     factors = inputs.factors
     return factors._replace(bq=None) if inputs.aq is None else factors  # type: ignore[arg-type]
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, plans: Plans) -> tuple[Tensor, Tensor]:
-    """Returns the output (B, N, H, E), and what the backward computes the weights from, (2, B, H, N) in float32.
+    """Returns the output (B, N, H, E), and the statistics (2, B, H, N) in float32 for the backward.
 
     ``plans`` are those of calls that are the same in all but addresses and numbers in tensors.
     """
@@ -107,20 +107,20 @@ def _mask(inputs: AttentionInputs, options: AttentionOptions) -> MaskSpec:
 
 
 def _scale(inputs: AttentionInputs, options: AttentionOptions) -> float:
-    """Returns the scale of the logits: that of whole queries too, which are read as they are."""
+    """Returns the scale of the logits, times that of whole queries, which are not formed."""
     return options.scale * (options.scale_q if inputs.aq is None else 1.0)
 
 
 def _plan(inputs: AttentionInputs, options: AttentionOptions) -> _Products:
     factors = inputs.factors
-    aq, ak, av, bq, bk, bv = factors.ranked()
+    aq, ak, av, bq, bk, bv = factors.with_rank_axis()
     batch, tokens = bq.shape[:2]
     bounds = inputs.cu_seqlens
     keys, heads = ak.shape[1:3]
     q = None if aq is None else layout_of(aq, bq.shape[3])
     k, v = layout_of(ak, bk.shape[3]), layout_of(av, bv.shape[3])
     like = factors.map(lambda x: layout_of(x, x.shape[-1]))
-    daq, dak, dav, dbq, dbk, dbv = like.ranked()
+    daq, dak, dav, dbq, dbk, dbv = like.with_rank_axis()
     queries = 0 if aq is None else batch * tokens
     widest = max(tile_width(bk.shape[3]), tile_width(bv.shape[3]))
     # Queries have the most ranks. A program holds all of them, of wide rows and in float32 those of one step.
@@ -163,7 +163,7 @@ def _plan(inputs: AttentionInputs, options: AttentionOptions) -> _Products:
 def _operand(
     a: Tensor | None, b: Tensor, x: Tensor | None, da: Tensor | None, db: Tensor
 ) -> tuple[OperandStrides, Features]:
-    """Returns strides of factors, their product and their gradients, and what the compiler knows of features.
+    """Returns strides of factors, their product and their gradients, and the layout of features.
 
     Those of whole queries, which are not formed, are zeros.
     """

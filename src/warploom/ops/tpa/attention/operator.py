@@ -19,7 +19,7 @@ else:
 
 
 def _forward(inputs: AttentionInputs, _: int, options: AttentionOptions, plans: Plans) -> Tensors:
-    """Returns the output, and what the backward computes the weights again from."""
+    """Returns the output, and the statistics from which the backward computes the weights again."""
     return engine.forward(inputs, options, plans)
 
 
@@ -49,12 +49,12 @@ def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
 
 
 def _flops(inputs: AttentionInputs, options: AttentionOptions) -> int:
-    """Returns those of products of factors, and of two products of attention for every query and key."""
+    """Returns the operations of products of factors, and of two products for every query and key."""
     return flops_of_products(inputs) + flops_of_pairs(inputs, inputs.cu_seqlens, 1, 1)
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: AttentionOptions) -> int:
-    """Returns those of three for each product of factors, formed anew, and of five products of attention."""
+    """Returns the operations of three products for each of factors, and of five products of attention."""
     inputs = AttentionInputs(*saved[:7])
     return 3 * flops_of_products(inputs) + flops_of_pairs(inputs, inputs.cu_seqlens, 3, 2)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ChunkTree(NamedTuple):
-    """Cuts of the valid keys of a batch entry into chunks: the same everywhere, since results depend on it.
+    """The cut of a batch entry's valid keys into chunks: the same for all kernels, since results depend on it.
 
     Chunks are the leaves of a tree, of whose levels a program may take as many as suits the size of the batch.
     """

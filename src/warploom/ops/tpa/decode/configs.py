@@ -22,7 +22,7 @@ class RowTile(NamedTuple):
     stages: int
 
     def blocks(self, heads: int, tokens: int) -> int:
-        """Returns how many of them there are in a batch entry."""
+        """Returns the number of tiles of a batch entry."""
         return -(-heads // self.heads) * -(-tokens // self.queries)
 
 
@@ -40,7 +40,7 @@ ONE_PROGRAM = 21e3
 come from 86 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took
 at most 1.02 times as long as the best choice."""
 ONE_MULTIPROCESSOR = 22.5e3
-"""Bytes in a microsecond for a multiprocessor that runs two programs."""
+"""Bytes of the cache that a multiprocessor with two programs reads in a microsecond."""
 START = 0.6
 """Microseconds that a program costs its multiprocessor besides."""
 SECOND_LAUNCH = 3.5

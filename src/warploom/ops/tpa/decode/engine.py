@@ -89,13 +89,13 @@ def decode(inputs: DecodeInputs, options: DecodeOptions, plans: Plans) -> Tensor
 def plan_decode(inputs: DecodeInputs, options: DecodeOptions) -> tuple[DecodePlan, DecodePlan]:
     """Plans a call for a cache at any address, and for one at multiples of 16 bytes."""
     everywhere = _plan_kernels(inputs, options, on_hopper=False)
-    if options.strategy == "batch_head" or not hopper.suit(inputs.factors.ranked(), inputs.seqused_k):
+    if options.strategy == "batch_head" or not hopper.suit(inputs.factors.with_rank_axis(), inputs.seqused_k):
         return everywhere, everywhere
     return everywhere, _plan_kernels(inputs, options, on_hopper=True)
 
 
 def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool) -> DecodePlan:
-    factors = inputs.factors.ranked()
+    factors = inputs.factors.with_rank_axis()
     aq, ak, av, bq, bk, bv = factors
     batch, tokens, keys, heads, values = *bq.shape[:2], *ak.shape[1:3], bv.shape[3]
     out = layout_of(bq if aq is None else aq, values)

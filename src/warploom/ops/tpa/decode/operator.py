@@ -24,7 +24,7 @@ def _fake(inputs: DecodeInputs, options: DecodeOptions) -> Tensors:
 
 
 def _flops(inputs: DecodeInputs, options: DecodeOptions) -> int:
-    """Returns those of products of factors, and of two products of attention with the whole cache."""
+    """Returns the operations of products of factors, and of two products with the whole cache."""
     return flops_of_products(inputs) + flops_of_pairs(inputs, None, 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Types that kernels of decoding and of attention share: strides of factors, and what the compiler knows of them."""
+"""Strides and layouts of factors, for the kernels of decoding and of attention."""
 
 from __future__ import annotations
 

@@ -195,8 +195,7 @@ def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.co
     axis = (tile.first + tl.arange(0, config.W)) // config.spec.E
     place = n if call.angles.position_ids is not None else n - run.group_start
     position = token_positions(place, mask, tile.b, tl.zeros_like(n) + tile.h, axis, call.angles, config.spec.AXES)
-    whole, rest, unit = steps
-    cosine, sine = cos_sin(position, whole, rest, unit, not EXACT)
+    cosine, sine = cos_sin(position, steps, not EXACT)
     return position, cosine, sine
 
 
@@ -208,8 +207,7 @@ def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constex
     """
     if config.STEPPED:
         _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, config)
-        whole, rest, unit = steps
-        step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), whole, rest, unit, not EXACT)
+        step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), steps, not EXACT)
         turning = (cosine, sine, step_cosine, step_sine)
     else:
         turning = (run.start,)

@@ -19,7 +19,7 @@ from warploom.device.product import add_outside, exact_dot, rounded
 from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
-"""Terms of a gradient of float32 head factors that are added up one after another."""
+"""Terms that are added up one after another in a gradient of float32 head factors."""
 
 
 class OperandStrides(NamedTuple):
@@ -33,7 +33,7 @@ class OperandStrides(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Strides of queries, keys and values and of their factors, and what the products are multiplied by."""
+    """Strides of queries, keys and values and of their factors, and the factors' scales."""
 
     q: OperandStrides
     k: OperandStrides
@@ -92,14 +92,14 @@ def place_of(token, tokens):
 
 @triton.jit
 def head_ptrs(ptr, strides, batch, n, h, r):
-    """Returns where head factors (h, r) of one token are."""
+    """Returns pointers to head factors (h, r) of one token."""
     first = ptr + batch * strides.b + n * strides.n
     return first + (h * strides.h)[:, None] + (r * strides.r)[None, :]
 
 
 @triton.jit
 def feature_ptrs(ptr, strides, batch, n, r, f, X: tl.constexpr):
-    """Returns where features (r, f) of one token are; of a product, with heads for ranks."""
+    """Returns pointers to features (r, f) of one token; of a product, with heads for ranks."""
     first = ptr + batch * (strides.b * X.VEC) + n * (strides.n * X.VEC)
     return first + (r * (strides.r * X.VEC))[:, None] + (f if X.UNIT else f * strides.f)[None, :]
 

@@ -1,1 +1,1 @@
-"""Launch plans: what a call allocates and launches."""
+"""Decoding on Hopper, in Gluon."""

@@ -86,7 +86,7 @@ class Copies(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """Query factors, and where Qᵀ is formed."""
+    """Query factors, and buffers for Qᵀ."""
 
     aq: gl.tensor | None
     bq: gl.tensor
@@ -193,7 +193,7 @@ def head_factors(tile, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Leaves Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
+    """Store Qᵀ (BLOCK, ROWS) of a batch entry in shared memory. Without ``aq``, ``bq`` holds Q."""
     aq, bq, tile = queries.aq, queries.bq, queries.tile
     aq_tile, bq_tile, aq_strides, bq_strides = (
         queries.aq_tile,
@@ -248,7 +248,7 @@ def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def let_wait(softmax, waiting, level: gl.constexpr):
-    """Leaves a softmax at a level."""
+    """Store a softmax to wait at a level."""
     waiting.acc.index(level).store(softmax.acc)
     waiting.row_max.index(level).store(softmax.row_max)
     waiting.row_sum.index(level).store(softmax.row_sum)
@@ -373,17 +373,21 @@ def attend_spans(config: gl.constexpr, call):
                 softmax = climb(
                     SpanSoftmax(acc, row_max, row_sum), waiting, place, first_place, chunk_end == end, LAYOUT
                 )
-            acc, row_max, row_sum = softmax
             if config.WHOLE:
-                result = acc * (scales.v / gl.where(row_sum == 0.0, 1.0, row_sum))[None, :]
+                row_sum = softmax.row_sum
+                result = softmax.acc * (scales.v / gl.where(row_sum == 0.0, 1.0, row_sum))[None, :]
                 ptrs = out + batch.to(gl.int64) * out_strides.b
                 ptrs = ptrs + (h.to(gl.int64) * out_strides.r)[None, :] + e * out_strides.f
                 gl.store(ptrs, result.to(out.dtype.element_ty), mask=(h < H)[None, :] & (e < E))
             else:
                 slot = unit.to(gl.int64)
-                gl.store(call.partial + slot * (H * E) + (h * E)[None, :] + e, acc, mask=(h < H)[None, :] & (e < E))
-                gl.store(call.statistics + slot * (2 * H) + h, row_max, mask=h < H)
-                gl.store(call.statistics + slot * (2 * H) + H + h, row_sum, mask=h < H)
+                gl.store(
+                    call.partial + slot * (H * E) + (h * E)[None, :] + e,
+                    softmax.acc,
+                    mask=(h < H)[None, :] & (e < E),
+                )
+                gl.store(call.statistics + slot * (2 * H) + h, softmax.row_max, mask=h < H)
+                gl.store(call.statistics + slot * (2 * H) + H + h, softmax.row_sum, mask=h < H)
 
 
 POINTERS = ["aq", "bq", "seqused_k", "out"]

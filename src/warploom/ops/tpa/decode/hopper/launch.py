@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 MOST_HEADS = 32
 """Rows of a tile; more would need more registers for their sums than there are."""
 MOST_RANKS = 16
-"""Ranks of the queries, whose factors are multiplied in one go."""
+"""The most ranks of the queries, whose factors are multiplied at once."""
 _BLOCK_M = 64
 _LONGEST = 2**31  # strides travel in 32 bits
 _SHARED_BYTES = 225 * 1024
@@ -54,7 +54,7 @@ class Rings(NamedTuple):
 
 
 def rings(rank: int, rows: int, width: int) -> Rings:
-    """Returns as many buffers as there is room for, up to a point: as much of head factors as of feature factors.
+    """Returns the numbers of buffers that fit, up to a limit: of as many bytes for head as for feature factors.
 
     ``rows`` and ``width`` of a tile are heads and features, as blocks.
     """

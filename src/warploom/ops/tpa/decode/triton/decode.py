@@ -31,13 +31,13 @@ from warploom.ops.tpa.decode.triton.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
-"""Terms of a logit of float32 factors that are added up one after another."""
+"""Terms that are added up one after another in a logit of float32 factors."""
 BLOCKS = tl.constexpr(16)
 """Blocks of keys that are added up one after another, in float32 and where the shortest chunk has more: a power of two."""
 
 
 class FactorTensor(NamedTuple):
-    """Factors in memory; none where ``ptr`` is None. Strides come divided by the ``VEC`` of `HeadLayout` or `Features`."""
+    """Factors in memory; no factors if ``ptr`` is None. Strides come divided by the ``VEC`` of `HeadLayout` or `Features`."""
 
     ptr: Any
     strides: Any
@@ -83,7 +83,7 @@ class DecodeStrides(NamedTuple):
 
 
 class DecodeScales(NamedTuple):
-    """Factors of logits, also by what makes powers of two of them, of queries and of values."""
+    """Factors of logits (as they are, and for powers of two), of queries and of values."""
 
     logits: tl.float32
     q: tl.float32
@@ -137,7 +137,7 @@ class SpanParts(NamedTuple):
 
 
 @triton.jit
-def scaled(x, factor, dtype: tl.constexpr):
+def scale_alone(x, factor, dtype: tl.constexpr):
     """Returns ``x · factor``, for results in ``dtype``.
 
     In float32 the product is rounded by itself. Fused with the subtraction that follows, it would keep bits that what
@@ -240,7 +240,7 @@ def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.
 
 @triton.jit
 def store_part(parts, slot, row, e, mask, softmax, E: tl.constexpr):
-    """Leaves what `load_part` loads."""
+    """Store what `load_part` loads."""
     ptrs = parts.statistics + slot * 2 * parts.rows + row
     tl.store(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, softmax.acc, mask=mask & (e < E))
     tl.store(ptrs, softmax.row_max, mask=mask)
@@ -496,7 +496,7 @@ def decode_kernel(
             key_mask = m < end
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
             logits = logits_of_ranks(k_features, start, end, queries, K, TILE.BLOCK_M, TILE.BLOCK_RK)
-            logits = scaled(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), logit_scale, dtype)
+            logits = scale_alone(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), logit_scale, dtype)
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
