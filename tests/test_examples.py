@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+WITH_HELP = ("train_lm", "generate", "serve", "loss_parity", "linear_and_softmax")
 QUICK = "--device cpu --steps 6 --warm-up 2 --batch 2 --log-every 2 --eval-every 2 --eval-batches 1 --save-every 2"
 
 
@@ -144,12 +145,51 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ["train_lm.py", "generate.py", "loss_parity.py", "linear_and_softmax.py"])
+@pytest.mark.parametrize(
+    "name", ["train_lm.py", "generate.py", "serve.py", "loss_parity.py", "linear_and_softmax.py"]
+)
 def test_help(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), "--help"]
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.startswith("usage: " + name)
+
+
+@pytest.mark.parametrize(("pages", "position"), [(64, "rotate"), (12, "cosine")])
+def test_a_server_answers_as_generate_does(pages: int, position: str) -> None:
+    """Prompts, chunks and single tokens in one call; few pages make requests wait, and prefixes share pages."""
+    import serve
+
+    from warploom.nn import TransformerConfig, TransformerLM
+
+    sizes = {"vocab_size": 64, "context_length": 40, "d_model": 32, "d_ff": 64, "layers": 2, "heads": 4}
+    torch.manual_seed(0)
+    model = TransformerLM(TransformerConfig(**sizes, kv_heads=2, position=position)).eval()
+    for parameter in model.parameters():  # the first weights are small, and give the same token always
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    server = serve.Server(model, pages, page_size=4, batch=12)
+    prompts = [torch.randint(64, (n,)).tolist() for n in (5, 1, 17, 9, 30, 3)]
+    prompts += [[*prompts[2][:13], 7], prompts[4]]
+    requests = [server.submit(prompt, 3 + i) for i, prompt in enumerate(prompts)]
+    while server.step():
+        assert sum(server.table.lengths.values()) > 0
+    for i, (prompt, request) in enumerate(zip(prompts, requests)):
+        wanted = model.generate(torch.tensor([prompt]), 3 + i, temperature=0)
+        assert request.answer == wanted[0].tolist(), i
+    assert server.shared >= (12 + 28 if pages > 12 else 0)
+    for request in server.answered:
+        server.table.remove(request.name)
+    assert server.table.free_pages == pages
+    with pytest.raises(ValueError, match="longer than the model's context"):
+        server.submit([0] * 40, 2)
+
+
+def test_a_trained_model_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    import serve
+
+    train("--output", "run")
+    serve.main(["--output", "run", "--device", "cpu", "--tokens", "4", "--prompts", "def ", "import os"])
+    assert "[2 requests, 8 bytes in " in capsys.readouterr().out
 
 
 def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,16 @@ import torch
 
 import warploom
 from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_cosine, lrpe_rotate, nn
-from warploom.nn import LRPE, Attention, FactorCache, KVCache, RotaryEmbedding, SwiGLU
+from warploom.nn import (
+    LRPE,
+    Attention,
+    FactorCache,
+    KVCache,
+    PagedKVCache,
+    PageTable,
+    RotaryEmbedding,
+    SwiGLU,
+)
 from warploom.ops.flash_attention import reference as definition
 
 IMPLEMENTATIONS = ("flash", "plain", "sdpa")
@@ -656,3 +665,63 @@ def test_what_a_module_was_built_with_is_in_its_repr() -> None:
         assert repr(module).splitlines()[1].strip() == text
     assert repr(KVCache(8)) == "KVCache(capacity=8, lengths=[])"
     assert repr(nn.StateCache()) == "StateCache(lengths=[])"
+
+
+# Pages
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (5, 0), "sink": True, "qk_norm": True}])
+def test_a_paged_cache(options: dict[str, Any], device: torch.device) -> None:
+    """Prompts, chunks, single tokens and nothing in one call have the results of each sequence alone."""
+    torch.manual_seed(0)
+    layer = Attention(32, 4, kv_heads=2, position=RotaryEmbedding(8), causal=True, **options).to(device)
+    table = PageTable(pages=24, page_size=4)
+    cache = PagedKVCache(table)
+    x = {name: torch.randn(1, 30, 32, device=device) for name in "abc"}
+    x["c"][:, :8] = x["a"][:, :8]
+    steps: list[dict[str, int]] = [{"a": 9, "b": 1}, {"a": 1, "b": 13}, {"b": 1, "a": 0, "c": 12}, {"c": 1, "a": 3}]
+    got: dict[str, list[torch.Tensor]] = {name: [] for name in x}
+    with torch.no_grad():
+        for step in steps:
+            for name in step.keys() - table.lengths.keys():
+                table.add(name, ("a", 8) if name == "c" else None)
+            places = {name: table.lengths[name] for name in step}
+            table.extend(step, device)
+            new = [x[name][:, place : place + step[name]] for name, place in places.items()]
+            out = layer(torch.cat(new, 1), cache=cache).split(list(step.values()), 1)
+            for name, part in zip(step, out):
+                got[name].append(part)
+        for name, parts in got.items():
+            wanted = layer(x[name][:, : table.lengths[name]])[:, 8 if name == "c" else 0 :]
+            torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5)
+    assert cache.longest == 21
+
+
+def test_pages_are_shared_and_come_back() -> None:
+    table = PageTable(pages=4, page_size=4)
+    table.add("a")
+    table.extend({"a": 9})
+    table.add("b", ("a", 8))
+    assert (table.free_pages, table.count_new_pages("b", 1), table.count_new_pages("a", 3)) == (1, 1, 0)
+    table.extend({"b": 4})
+    assert table.block_table[0, :2].tolist() == table._pages["a"][:2]
+    assert (table.position_ids.tolist(), table.seqused_k.tolist()) == ([[8, 9, 10, 11]], [12])
+    wrong: dict[str, Callable[[], Any]] = {
+        "such that 0 free pages hold them": lambda: table.extend({"a": 1, "b": 1}),
+        "tokens must be at least 0": lambda: table.extend({"a": -1}),
+        "sequence must be a new name": lambda: table.add("a"),
+        "a multiple of 4 of its tokens": lambda: table.add("c", ("a", 6)),
+        "sequence must be one of the table": lambda: table.remove("c"),
+        "page_size must be positive": lambda: PageTable(4, 0),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    assert table.lengths == {"a": 9, "b": 12}
+    table.remove("a")
+    assert table.free_pages == 1
+    table.remove("b")
+    assert table.free_pages == 4
+    sdpa = Attention(32, 4, causal=True, implementation="sdpa")
+    with torch.no_grad(), pytest.raises(ArgumentError, match="a PagedKVCache with 'sdpa'"):
+        sdpa(torch.randn(1, 1, 32), cache=PagedKVCache(table))

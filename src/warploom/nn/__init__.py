@@ -5,6 +5,7 @@ from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
 from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
+from warploom.nn.paged_cache import PagedKVCache, PageTable
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.nn.transformer_lm import Output, TransformerConfig, TransformerLM
@@ -17,6 +18,8 @@ __all__ = [
     "KVCache",
     "LinearAttention",
     "Output",
+    "PageTable",
+    "PagedKVCache",
     "RotaryEmbedding",
     "StateCache",
     "SwiGLU",

@@ -13,6 +13,7 @@ from warploom import flash_attention
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.common import check_call, check_sizes, settle_head_dim
+from warploom.nn.paged_cache import PagedKVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
 from warploom.runtime.arguments import bounds_of_itself, check_one_form, first_given
@@ -135,7 +136,7 @@ class Attention(nn.Module):
         *,
         context: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
@@ -147,7 +148,8 @@ class Attention(nn.Module):
             context: ``(B, M, context_dim)``, in a layer with ``context_dim``: what keys and values are of.
             position_ids: ``(N,)`` or ``(B, N)``, of ``x``; by default they continue from the cache's length, and
                 start again at each packed sequence. ``(B, N, axes)`` for an `LRPE` of several axes.
-            cache: The cache to which this layer's keys and values are added. Needs ``torch.no_grad()``.
+            cache: The cache to which this layer's keys and values are added. Needs ``torch.no_grad()``. With a
+                `PagedKVCache` ``x`` has the packed tokens of its table's step.
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
             cu_seqlens_q: Those of ``x`` alone, where ``context`` has others, see `warploom.flash_attention`.
             cu_seqlens_k: Those of ``context``.
@@ -172,8 +174,12 @@ class Attention(nn.Module):
             of_keys = first_given(cu_seqlens, cu_seqlens_k, cu_seqlens_q)
         packed = {name: bounds for name, bounds in given.items() if bounds is not None}
         self._check(x, context, position_ids, cache, of_x)
-        start = {"offset": 0 if cache is None else cache.offset, "cu_seqlens": of_x}
-        start = start if position_ids is None else {"position_ids": position_ids}
+        if isinstance(cache, PagedKVCache) and position_ids is None:
+            position_ids = cache.table.position_ids
+        if position_ids is None:
+            start = {"offset": 0 if cache is None else cache.offset, "cu_seqlens": of_x}  # type: ignore[union-attr]
+        else:
+            start = {"position_ids": position_ids}
         if context is not None:
             q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
             k, v = self.kv(context).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
@@ -207,10 +213,16 @@ class Attention(nn.Module):
         x: Tensor,
         context: Tensor | None,
         position_ids: Tensor | None,
-        cache: KVCache | None,
+        cache: KVCache | PagedKVCache | None,
         bounds: Tensor | None,
     ) -> None:
-        check_call("Attention", x, self.d_model, cache, KVCache, bounds, self.causal)
+        kind = PagedKVCache if isinstance(cache, PagedKVCache) else KVCache
+        check_call("Attention", x, self.d_model, cache, kind, bounds, self.causal)
+        if kind is PagedKVCache and self.implementation != "flash":
+            expected = "a KVCache but with implementation 'flash'"
+            raise fault(
+                ArgumentError, "Attention", "cache", expected, f"a PagedKVCache with {self.implementation!r}"
+            )
         if (context is None) != (self.context_dim is None):
             expected = "None in a layer without context_dim" if self.context_dim is None else "(B, M, context_dim)"
             raise fault(ArgumentError, "Attention", "context", expected, "None" if context is None else "a tensor")
@@ -248,9 +260,16 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5 * factor**2
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None, **packed: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | PagedKVCache | None, **packed: Tensor
+    ) -> Tensor:
         """Returns (B, N, H, D) of queries (B, N, H, ·), keys (B, M, Hkv, ·) and values (B, M, Hkv, D)."""
         scale = self.head_dim**-0.5
+        if isinstance(cache, PagedKVCache):
+            k, v, pages = cache.append(k, v)
+            options = {"causal": True, "scale": scale, "sink": self.sink, **self.options, **pages}
+            out: Tensor = flash_attention(q, k, v, **options)
+            return out
         if cache is not None:
             k, v = cache.append(k, v)
         ragged = cache is not None and cache.ragged

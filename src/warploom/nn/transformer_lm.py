@@ -24,6 +24,7 @@ from warploom.nn.attention import Attention, Implementation
 from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
 from warploom.nn.linear_attention import LinearAttention
+from warploom.nn.paged_cache import PagedKVCache, PageTable
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
@@ -270,7 +271,7 @@ class TransformerLM(nn.Module):
         targets: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
-        cache: Sequence[Cache] | None = None,
+        cache: Sequence[Cache | PagedKVCache] | None = None,
     ) -> Output:
         """Predict the token after each token.
 
@@ -280,6 +281,7 @@ class TransformerLM(nn.Module):
             position_ids: ``(N,)`` or ``(B, N)``, positions of the tokens, as in `Attention`; counted from 0 by
                 default.
             cache: A cache of `make_cache`. The tokens follow those in it, and are added. Needs ``torch.no_grad()``.
+                Or one of `make_paged_cache`, with ``B = 1`` and the packed tokens of its table's step.
 
         Returns:
             `Output`: the logits ``(B, N, V)``, and the loss where targets are given.
@@ -300,7 +302,10 @@ class TransformerLM(nn.Module):
         return Output(logits, loss)
 
     def hidden(
-        self, tokens: Tensor, cache: Sequence[Cache] | None = None, position_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: Sequence[Cache | PagedKVCache] | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Returns the features before the head, (B, N, d_model), of tokens (B, N)."""
         x = self.embedding(tokens)
@@ -316,7 +321,7 @@ class TransformerLM(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache] | None) -> None:
+    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache | PagedKVCache] | None) -> None:
         name = type(self).__name__
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise fault(ShapeError, name, "tokens", "(B, N) with B ≥ 1 and N ≥ 1", tuple(tokens.shape))
@@ -327,7 +332,11 @@ class TransformerLM(nn.Module):
             raise fault(ShapeError, name, "targets", f"as tokens, {tuple(tokens.shape)}", tuple(targets.shape))
         if cache is not None and len(cache) != len(self.blocks):
             raise fault(ArgumentError, name, "cache", f"of {len(self.blocks)} layers (make_cache)", len(cache))
-        length = tokens.shape[1] + (cache[0].length if cache else 0)
+        first = cache[0] if cache else None
+        if isinstance(first, PagedKVCache):
+            length = first.longest  # with the new tokens
+        else:
+            length = tokens.shape[1] + (first.length if first is not None else 0)
         if length > self.config.context_length:
             expected = f"at most context_length = {self.config.context_length} with what the cache holds"
             raise fault(ArgumentError, name, "the number of tokens", expected, length)
@@ -346,6 +355,18 @@ class TransformerLM(nn.Module):
             return [StateCache() for _ in self.blocks]
         kind = FactorCache if self.config.attention == "tpa" else KVCache
         return [kind(capacity) for _ in self.blocks]
+
+    def make_paged_cache(self, table: PageTable) -> list[PagedKVCache]:
+        """Returns an empty paged cache for each layer, which share a table of pages.
+
+        The model is then called with the packed tokens ``(1, N)`` of the table's step.
+
+        Raises:
+            ArgumentError: The model's attention has no keys and values of softmax attention by the kernels.
+        """
+        if self.config.attention != "flash":
+            raise fault(ArgumentError, type(self).__name__, "attention", "'flash'", repr(self.config.attention))
+        return [PagedKVCache(table) for _ in self.blocks]
 
     def generate(
         self,
