@@ -111,6 +111,16 @@ def _factors(
     return {**factors, "backend": "triton", **options}
 
 
+def _on_cache(n: int, d: int, page: int, pages: int) -> Inputs:
+    """Packed queries of two sequences, many and one, on keys in pages."""
+    rows = {"q": (1, n, 8, d), "k": (pages, page, 2, d), "v": (pages, page, 2, d)}
+    tensors: Inputs = {name: _random(*shape, dtype=HALF, grad=False) for name, shape in rows.items()}
+    tensors["cu_seqlens_q"] = torch.tensor([0, n - 1, n])
+    tensors["seqused_k"] = torch.tensor([n, page + 1])
+    tensors["block_table"] = torch.arange(pages, dtype=torch.int32).view(2, -1)
+    return {**tensors, "causal": True, "backend": "triton"}
+
+
 def _delta(
     n: int, d: int, dtype: torch.dtype, decay: int, heads: int = 2, grad: bool = True, **options: Any
 ) -> Inputs:
@@ -194,6 +204,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-split", _few, {"n": 2100, "m": 9000}),
         ("flash_attention", flash_attention, "hopper-window", _many,
          {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0, "sink": _random(67)}),
+        ("flash_attention", flash_attention, "hopper-cache", _on_cache,
+         {"n": 300, "d": 128, "page": 128, "pages": 8}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
