@@ -268,13 +268,13 @@ FORGETS = (-5.0, -100.0, -1e9, -3e38)
 def test_what_follows_a_strong_decay_is_as_exact_as_a_beginning(
     dtype: torch.dtype, decay: str, backend: str, device: torch.device
 ) -> None:
-    """Not even what the decays before it leave of sums of logarithms is seen."""
+    """Not even the rounding is seen that many strong decays before would leave in sums of logarithms."""
     call = tensors(device, batch=1, tokens=70, heads=4, key_heads=4, decay=decay, dtype=dtype)
     call |= {"return_state": True, "backend": backend}
     for n in (1, 20, 33, 64):
         strong = call["decay"].clone()
         forgets = torch.tensor(FORGETS, device=device)
-        strong[:, n] = forgets if decay == "head" else forgets[:, None]
+        strong[:, : n + 1] = forgets if decay == "head" else forgets[:, None]
         out, state = delta_attention(**call | {"decay": strong})
         alone, last = delta_attention(**of_tokens(call | {"decay": strong}, n, 70))
         accuracy = 1e-5 if dtype == torch.float32 else 3e-2
@@ -356,3 +356,25 @@ def test_results_have_the_memory_order_of_values(device: torch.device) -> None:
     for backend in BACKENDS:
         (out,) = as_tuple(delta_attention(**call, backend=backend))
         assert out.transpose(1, 2).is_contiguous()
+
+
+@needs_triton
+def test_entries_of_a_large_batch_are_taken_in_pieces(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the memory between launches: values, states and gradients are those of the whole batch at once."""
+    from planned_calls import forget_plans
+
+    from warploom.ops.delta_attention import engine
+
+    call = tensors(device, batch=5, tokens=20, decay="head") | {"offset": torch.arange(5, device=device)}
+    call["initial_state"] = torch.randn(5, 4, 8, 5, device=device)
+    call["v"] = call["v"].transpose(1, 2).contiguous().transpose(1, 2)
+    whole = results_of(call, "triton")
+    forget_plans()
+    monkeypatch.setattr(engine, "entries_at_once", lambda *call: 2)
+    parts = results_of(call, "triton")
+    forget_plans()
+    for number, (one, other) in enumerate(zip(whole, parts, strict=True)):
+        assert one.stride() == other.stride(), number
+        torch.testing.assert_close(one, other)

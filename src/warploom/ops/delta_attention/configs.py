@@ -11,6 +11,9 @@ CHUNKS = {True: 32, False: 16}
 """Tokens of a chunk, by whether numbers have 16 bits: the most rows of a product are 32 (`triton.tiles`), and tiles
 of float32 factors, which come in three terms, have to fit in registers."""
 
+MOST_BYTES = 2**33
+"""Bytes of buffers between launches, at most, unless a single batch entry has more."""
+
 STEPS = 4
 """Tokens of a sequence, at most, that are taken one by one."""
 

@@ -6,13 +6,14 @@ are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs, DeltaOptions
-from warploom.ops.delta_attention.configs import CHUNKS, STEPS, in_power_of_two
+from warploom.ops.delta_attention.configs import CHUNKS, MOST_BYTES, STEPS, in_power_of_two
 from warploom.ops.delta_attention.triton.launch import (
     ChunkBuffers,
     parts_of,
@@ -42,9 +43,45 @@ class DeltaForward(NamedTuple):
     out: Buffer
     final: Buffer | None
     step: Launch | None
+    entries: int  # of the batch, at a time
     buffers: ChunkBuffers | None
     chunks: Launch | None
     scan: Launch | None
+
+
+def entries_at_once(inputs: DeltaInputs, options: DeltaOptions, backward: bool) -> int:
+    """Returns the batch entries whose buffers between launches are held at a time, `MOST_BYTES` if they can be."""
+    batch = int(inputs.q.shape[0])
+    if batch <= 1:
+        return 1
+    call = DeltaCall(inputs, options, CHUNKS[inputs.q.dtype.itemsize < 4])
+    buffers = [buffer for buffer in ChunkBuffers.of(call, backward) if buffer is not None]
+    if backward:
+        wide, shape = wide_values(call), (call.slots, call.heads)
+        states = Buffer.rows((*shape, wide, in_power_of_two(call.features)), work_dtype(call))
+        updates = Buffer.rows((*shape, call.chunk, wide), work_dtype(call))
+        buffers += [states, states, updates, updates, updates]
+        if call.encoded or call.group > 1:
+            buffers += 3 * [Buffer.rows((*inputs.q.shape[:2], call.heads, call.features), torch.float32)]
+    held = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+    return max(1, MOST_BYTES * batch // max(int(held), 1))
+
+
+def pieces_of(inputs: DeltaInputs, entries: int) -> Iterator[tuple[slice, DeltaInputs]]:
+    """Yields so many batch entries of a call at a time, and which they are."""
+    batch = inputs.q.shape[0]
+    for first in range(0, batch, entries):
+        own = slice(first, first + entries)
+        offsets = inputs.offsets
+        yield (
+            own,
+            inputs._replace(
+                q=inputs.q[own], k=inputs.k[own], v=inputs.v[own], beta=inputs.beta[own],
+                decay=None if inputs.decay is None else inputs.decay[own],
+                initial_state=None if inputs.initial_state is None else inputs.initial_state[own],
+                offsets=offsets if offsets is None or offsets.dim() == 0 else offsets[own],
+            ),
+        )  # fmt: skip
 
 
 def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
@@ -55,6 +92,13 @@ def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plan
     final = None if plan.final is None else plan.final.empty(q)
     if plan.step is not None:
         plan.step(q, k, v, out, initial, final, beta, decay, theta, offsets, offset)
+    elif plan.entries < q.shape[0]:
+        for own, part in pieces_of(inputs, plan.entries):
+            of_part = plans.get(("forward", int(part.q.shape[0])), Plans)
+            found, state = forward(part, options, offset, of_part)
+            out[own].copy_(found)
+            if final is not None and state is not None:
+                final[own].copy_(state)
     elif plan.buffers is not None and plan.chunks is not None and plan.scan is not None:
         held = plan.buffers.empty(q)
         plan.chunks(q, k, v, beta, decay, theta, offsets, cu_seqlens, *held, offset)
@@ -71,10 +115,11 @@ def plan_forward(inputs: DeltaInputs, options: DeltaOptions) -> DeltaForward:
     final = Buffer.rows(call.state_shape, torch.float32) if options.return_state else None
     if is_step:
         step = plan_step(call._replace(chunk=STEPS), out, inputs.initial_state, final)
-        return DeltaForward(Buffer.like(out), final, step, None, None, None)
+        return DeltaForward(Buffer.like(out), final, step, 0, None, None, None)
     chunks = plan_chunks(call, inputs.q, inputs.k, encoding=True)
     scan = plan_scan(call, out, inputs.initial_state, final)
-    return DeltaForward(Buffer.like(out), final, None, ChunkBuffers.of(call, False), chunks, scan)
+    entries = entries_at_once(inputs, options, False)
+    return DeltaForward(Buffer.like(out), final, None, entries, ChunkBuffers.of(call, False), chunks, scan)
 
 
 class EncodedRows(NamedTuple):
@@ -128,34 +173,41 @@ def backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
     q, k, v, beta, decay, theta, initial, _, cu_seqlens = inputs
+    entries = plans.get("entries", entries_at_once, inputs, options, True)
+    if entries < q.shape[0]:
+        return _backward_in_pieces(grad, grad_state, inputs, options, offset, wanted, plans, entries)
     plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
-    dq, dk, dv, dbeta = (buffer.empty(q) for buffer in (plan.dq, plan.dk, plan.dv, plan.dbeta))
-    ddecay = None if plan.ddecay is None else plan.ddecay.empty(q)
     first = None if plan.first is None else plan.first.empty(q)
-    queries, keys, of_q, of_k = q, k, dq, dk
+    queries, keys = q, k
     if plan.queries is not None and plan.keys is not None:
-        queries, keys = (
-            _encode(plan.queries, q, inputs, offset),
-            _encode(plan.keys, k, inputs, offset),
-        )
-        of_q, of_k = plan.queries.grads.empty(q), plan.keys.grads.empty(q)
+        queries, keys = _encode(plan.queries, q, inputs, offset), _encode(plan.keys, k, inputs, offset)
     held = plan.buffers.empty(q)
     plan.chunks(queries, keys, v, beta, decay, None, None, cu_seqlens, *held, 0)
     states, updates = plan.states.empty(q), plan.updates.empty(q)
     plan.scan(*held[:6], initial, None, None, states, updates, cu_seqlens)
+    held = held._replace(corrected=None)  # each is let go when no launch needs it any more
     dstates, dupdates = plan.states.empty(q), plan.updates.empty(q)
     plan.reverse(
         held.from_start, held.until_end, held.scores, held.predicted, held.kept, grad, grad_state, first,
         dstates, dupdates, cu_seqlens,
     )  # fmt: skip
+    held = held._replace(from_start=None, until_end=None, predicted=None, kept=None)
+    dv, dbeta = plan.dv.empty(q), plan.dbeta.empty(q)
+    ddecay = None if plan.ddecay is None else plan.ddecay.empty(q)
     corrections, of_pairs = plan.corrections.empty(q), plan.pair_gradients.empty(q)
     plan.pairs(
         v, beta, decay, cu_seqlens, grad, held.scores, held.inverse, held.decayed, states, updates, dupdates,
         corrections, of_pairs, dv, dbeta, ddecay,
     )  # fmt: skip
+    del held, dupdates
+    dq, dk = plan.dq.empty(q), plan.dk.empty(q)
+    of_q, of_k = dq, dk
+    if plan.queries is not None and plan.keys is not None:
+        of_q, of_k = plan.queries.grads.empty(q), plan.keys.grads.empty(q)
     plan.features(
         queries, keys, decay, cu_seqlens, grad, states, updates, dstates, corrections, of_pairs, of_q, of_k, ddecay
     )
+    del states, updates, dstates, corrections, of_pairs
     dtheta = None
     if plan.queries is not None and plan.keys is not None:
         plan.queries.decode(q, queries, of_q, dq, cu_seqlens)
@@ -165,6 +217,33 @@ def backward(
     if ddecay is not None and decay is not None:
         ddecay = (ddecay.sum(-1) if decay.dim() == 3 else ddecay).to(decay.dtype)
     return dq, dk, dv, dbeta, ddecay, dtheta, first if wanted[6] else None
+
+
+def _backward_in_pieces(
+    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, offset: int,
+    wanted: Sequence[bool], plans: Plans, entries: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the gradients of `backward`, of which so many batch entries are made at a time."""
+    q, k, v, beta, decay, theta, initial, *_ = inputs
+    rows = [Buffer.like(layout_of(x, x.shape[3])).empty(q) for x in (q, k, v)]
+    dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
+    ddecay = None if decay is None else torch.empty(decay.shape, dtype=decay.dtype, device=decay.device)
+    first = None
+    if wanted[6] and initial is not None:
+        first = torch.empty(initial.shape, dtype=initial.dtype, device=initial.device)
+    wholes = (*rows, dbeta, ddecay)
+    dtheta: Tensor | None = None
+    for own, part in pieces_of(inputs, entries):
+        of_part = plans.get(("backward", int(part.q.shape[0])), Plans)
+        last = None if grad_state is None else grad_state[own]
+        *found, theta_part, state = backward(grad[own], last, part, options, offset, wanted, of_part)
+        for whole, each in zip((*wholes, first), (*found, state)):
+            if whole is not None and each is not None:
+                whole[own].copy_(each)
+        if theta_part is not None:
+            wide = theta_part.to(torch.promote_types(theta_part.dtype, torch.float32))
+            dtheta = wide if dtheta is None else dtheta + wide
+    return *wholes, None if dtheta is None or theta is None else dtheta.to(theta.dtype), first
 
 
 def _encode(plan: EncodedRows, x: Tensor, inputs: DeltaInputs, offset: int) -> Tensor:

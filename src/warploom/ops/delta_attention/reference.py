@@ -157,11 +157,11 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, factors: 
     """
     since = g.cumsum(-2).exp()
     until = _sums_behind(g)
-    lower = beta * _pairs(k, k, g)
+    lower = beta * _pairs(k, k, g, factors)
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower + identity, identity, upper=False, unitriangular=True)
     solved = _factor(inverse * beta.mT, factors)
-    scores = _pairs(q, k, g) + torch.diag_embed((q * k).sum(-1))
+    scores = _pairs(q, k, g, factors) + torch.diag_embed((q * k).sum(-1))
     return _Chunks(
         _factor(q * since, factors),
         _factor(k * until.exp(), factors),
@@ -178,7 +178,7 @@ def _sums_behind(g: Tensor) -> Tensor:
     return behind.flip(-2).cumsum(-2).flip(-2)
 
 
-def _pairs(a: Tensor, b: Tensor, g: Tensor) -> Tensor:
+def _pairs(a: Tensor, b: Tensor, g: Tensor, factors: torch.dtype) -> Tensor:
     """Inner products (…, T, T) of each row of ``a`` with the earlier ones of ``b``, over the decay between; else 0.
 
     The decay between ``j < t`` is the exponential of the sum of ``g`` from ``j + 1`` to ``t``. With decays per
@@ -201,7 +201,7 @@ def _pairs(a: Tensor, b: Tensor, g: Tensor) -> Tensor:
         decays = g.unflatten(-2, (-1, 2, width))
         early = early[..., 0, :, :] * _sums_behind(decays[..., 0, :, :]).exp()
         late = late[..., 1, :, :] * decays[..., 1, :, :].cumsum(-2).exp()
-        block = late @ early.mT
+        block = _factor(late, factors) @ _factor(early, factors).mT
         both = found.unflatten(-3, (-1, 2))
         upper = torch.cat((both[..., 0, :, :], torch.zeros_like(block)), -1)
         found = torch.cat((upper, torch.cat((block, both[..., 1, :, :]), -1)), -2)

@@ -71,10 +71,14 @@ def pair_kernel(
     for first in range(0, config.E, config.BLOCK_E):
         e = first + tl.arange(0, config.BLOCK_E)
         there = e < config.E  # scans, whose blocks are narrower, write no more
-        ptrs = tiles.work_rows(updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-        update = tl.load(ptrs, mask=there[None, :], other=0.0)
-        ptrs = tiles.work_rows(grad_updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-        dupdate = tl.load(ptrs, mask=there[None, :], other=0.0)
+        update = tl.load(
+            tiles.work_rows(updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE), mask=there[None, :], other=0.0
+        )
+        dupdate = tl.load(
+            tiles.work_rows(grad_updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE),
+            mask=there[None, :],
+            other=0.0,
+        )
         given = tiles.load_features(grad_rows, e, mask, strides.grad.f, config.E, config.UNIT)
         values = tiles.load_features(v_rows, e, mask, strides.v.f, config.E, config.UNIT).to(tl.float32)
         zeros = tl.zeros((BLOCK_T, config.BLOCK_E), tl.float32)
@@ -89,8 +93,11 @@ def pair_kernel(
         for start in range(0, config.WIDE_D, config.BLOCK_D):
             f = start + tl.arange(0, config.BLOCK_D)
             keys = tl.load(tiles.work_rows(decayed, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D))
-            ptrs = tiles.work_rows(states, slot, h, sizes, e, f, config.WIDE, config.WIDE_D)
-            state = tl.load(ptrs, mask=there[:, None], other=0.0)
+            state = tl.load(
+                tiles.work_rows(states, slot, h, sizes, e, f, config.WIDE, config.WIDE_D),
+                mask=there[:, None],
+                other=0.0,
+            )
             known = tiles.multiply(keys, tl.trans(state), known, dtype)
         db += tl.sum(dr * (values - known), axis=1)
         # (3) dP = dO Uᵀ, dL = −dR Uᵀ
