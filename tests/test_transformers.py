@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +286,48 @@ def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pyt
     tokens = {tuple(x.prompt_ids): x.generated_tokens for x in served.values()}
     for prompt in prompts:
         alone = eager.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        assert tokens[tuple(prompt)] == alone.tolist()
+
+
+def test_pages_of_a_batch_are_found_in_every_forward() -> None:
+    """The first layer of a kind finds them, also if the batch's tensors are those of the forward before."""
+    full = SimpleNamespace(index=0, layer_indices=[1, 3], layer_type="full_attention", tokens_per_page=4)
+    cache = SimpleNamespace()
+    slots = torch.tensor([8, 9, 10, 11, 28, 40, 41])
+    given = {
+        "read_index": [slots],
+        "cu_seq_lens_k": {"full_attention": torch.tensor([0, 5, 7, 7], dtype=torch.int32)},
+        "max_length_k": {"full_attention": 5},
+    }
+    first = paged._find_pages(cache, full, 1, given)
+    assert first["seqused_k"].tolist() == [5, 2, 0]
+    assert first["block_table"][0].tolist() == [2, 7]
+    assert first["block_table"][1, 0] == 10
+    assert first["block_table"].dtype == torch.int32
+    assert paged._find_pages(cache, full, 3, given) is first
+    slots += 4
+    assert paged._find_pages(cache, full, 1, given)["block_table"][0].tolist() == [3, 8]
+    other = given | {"read_index": [slots + 4]}
+    assert paged._find_pages(cache, full, 3, other)["block_table"][0].tolist() == [4, 9]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_continuous_batching_in_cuda_graphs(name: str) -> None:
+    eager, ours = (model.cuda() for model in pair_of(name))
+    prompts = draw_requests()
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    served = ours.generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(**options),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=16, num_blocks=64, max_batch_tokens=16, use_cuda_graph=True
+        ),
+        progress_bar=False,
+    )
+    tokens = {tuple(x.prompt_ids): x.generated_tokens for x in served.values()}
+    for prompt in prompts:
+        alone = eager.generate(torch.tensor([prompt], device="cuda"), **options)[0, len(prompt) :]
         assert tokens[tuple(prompt)] == alone.tolist()
 
 

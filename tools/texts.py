@@ -210,6 +210,7 @@ TITLES = {
     "lrpe_cosine_md": "LRPE cosine on grids",
     "flash_attention": "Flash attention",
     "attention_decode": "Attention, decoding",
+    "attention_serving": "Attention, serving",
     "linear_attention": "Linear attention",
     "tpa_attention": "Tensor-product attention",
     "tpa_decode": "Tensor-product attention, decoding",
