@@ -11,6 +11,12 @@ CHUNKS = {True: 32, False: 16}
 """Tokens of a chunk, by whether numbers have 16 bits: the most rows of a product are 32 (`triton.tiles`), and tiles
 of float32 factors, which come in three terms, have to fit in registers."""
 
+SHORT = 512
+"""Tokens of a sequence, at most, whose states are in float32 where the gradient of decays is wanted.
+
+In a short sequence that gradient comes from states for the most part, and their rounding to bfloat16 would be seen.
+"""
+
 MOST_BYTES = 2**33
 """Bytes of buffers between launches, at most, unless a single batch entry has more."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs, DeltaOptions
-from warploom.ops.delta_attention.configs import CHUNKS, MOST_BYTES, STEPS, in_power_of_two
+from warploom.ops.delta_attention.configs import CHUNKS, MOST_BYTES, SHORT, STEPS, in_power_of_two
 from warploom.ops.delta_attention.triton.launch import (
     ChunkBuffers,
     parts_of,
@@ -295,13 +295,14 @@ def plan_backward(
     wide, work = wide_values(call), work_dtype(call)
     shape = (call.slots, call.heads)
     updates = Buffer.rows((*shape, call.chunk, wide), work)
+    of_states = torch.float32 if wanted[4] and int(q.shape[1]) <= SHORT else work
     ddecay = None
     if decay is not None:  # that of a head comes in parts
         ddecay = Buffer.rows((*decay.shape, *([parts_of(call)] if decay.dim() == 3 else [])), torch.float32)
     return DeltaBackward(
         Buffer.like(dq), Buffer.like(dk), Buffer.like(dv), Buffer.rows(tuple(beta.shape), beta.dtype), ddecay,
         first, queries, keys, ChunkBuffers.of(call, True),
-        Buffer.rows((*shape, wide, in_power_of_two(call.features)), work), updates,
+        Buffer.rows((*shape, wide, in_power_of_two(call.features)), of_states), updates,
         plan_chunks(call, *rows, encoding=False), plan_scan(call, None, initial, None),
         plan_reverse_scan(call, grad, grad_state, first), updates,
         Buffer.rows((*shape, 2 * call.chunk, call.chunk), work), plan_pairs(call, grad, dv),
