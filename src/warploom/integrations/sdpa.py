@@ -137,15 +137,17 @@ def _backward(
     bounds: tuple[Tensor | None, Tensor | None], window: tuple[int | None, int | None], scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v, given the output and lse that PyTorch saved."""
-    from warploom.ops.flash_attention.operator import OPERATOR
+    from warploom.ops.flash_attention.operator import OPERATOR, Saved
+    from warploom.ops.flash_attention.validation import FlashOptions
 
     # Our backward reads row_max in powers of two, and row_sum relative to it. Here row_max is lse, and row_sum 1.
     seen = lse > -torch.inf
     statistics = torch.stack((lse.float() * _LOG2_E, seen.float()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backward: Any = OPERATOR.backward_operator
-    tensors = (grad, None, q, k, v, out, statistics, None, *bounds, None)
-    dq, dk, dv, _ = backward.op(*tensors, *window, scale, None, None, [True, True, True, False])
+    saved = Saved(q, k, v, out, statistics, None, *bounds, None)
+    options = FlashOptions(*window, scale, precision=None)
+    dq, dk, dv, _ = backward.op(grad, None, *saved, *options, [True, True, True, False])
     return dq, dk, dv
 
 

@@ -15,7 +15,7 @@ from warploom.distributed.attention.operator import NAME, OPERATOR
 from warploom.distributed.layout import Layout, check_layout
 from warploom.distributed.ranks import check_device, check_packed, group_of
 from warploom.errors import ShapeError, WarploomError, fault, shape_of
-from warploom.ops.flash_attention.validation import Precision, check
+from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions, Precision, check
 from warploom.runtime.arguments import as_python
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend, use_triton
@@ -149,9 +149,9 @@ def _validate(
     q, k, v, sink, cu_seqlens = tensors
     causal, scale, window, precision, return_lse, softcap = given
     window = tuple(window) if isinstance(window, list) else window
-    given = as_python((causal, scale, window, precision, return_lse, softcap))
-    checked, limit, *_ = check(NAME, (q, k, v, sink, None, None, None, None), given, 0)
-    kernels = use_triton(NAME, backend, q, limit)
+    given = as_python((causal, scale, window, precision, return_lse, softcap, "batch"))
+    call = check(NAME, FlashInputs(q, k, v, sink), given, 0)
+    kernels = use_triton(NAME, backend, q, call.unsupported)
     check_layout(NAME, layout)
     check_device(NAME, mesh, "q", q)
     if k.shape[1] != q.shape[1]:
@@ -160,8 +160,9 @@ def _validate(
         check_packed(NAME, cu_seqlens)
         if q.shape[0] != 1:
             raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
-    left, right, scale, precision, softcap = checked
-    return ContextAttentionOptions(left, right, scale, precision, softcap, kernels, layout, group)
+    settled: FlashOptions = call.options
+    of_attention = (settled.left, settled.right, settled.scale, settled.precision, settled.softcap)
+    return ContextAttentionOptions(*of_attention, kernels, layout, group)
 
 
 def _shapes(return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[tuple[int, ...]]:

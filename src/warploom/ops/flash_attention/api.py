@@ -10,7 +10,16 @@ import torch
 from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO
-from warploom.ops.flash_attention.validation import NAME, Bits, Precision, check, check_into, check_values
+from warploom.ops.flash_attention.validation import (
+    NAME,
+    Bits,
+    FlashInputs,
+    Precision,
+    check,
+    check_into,
+    check_values,
+    check_values_into,
+)
 from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
@@ -156,25 +165,27 @@ def flash_attention(
     q, k, v = cast_for_autocast(q, k, v)
     if isinstance(window, list):
         window = tuple(window)
-    tensors = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    inputs = FlashInputs(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     options = (causal, scale, window, float32_precision, return_lse, softcap, bits)
     if out is not None:
-        results = _function_into(backend, (*tensors, out), options)
+        results = _function_into(backend, (*inputs, out), options)
         return (out, *results) if return_lse else out
-    return _function(backend, tensors, options)  # type: ignore[no-any-return]
+    return _function(backend, inputs, options)  # type: ignore[no-any-return]
 
 
-def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    tensors = call.arrange(*tensors) if call.arrange else tensors
-    q, options, return_lse = tensors[0], call.options, call.num_results == 2
+def _run_reference(
+    inputs: FlashInputs, _: int, call: ValidatedCall, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    inputs = call.arrange(*inputs) if call.arrange else inputs  # type: ignore[assignment]
+    q, options, return_lse = inputs.q, call.options, call.num_results == 2
     if options.bits == "chunks":
         raise BackendError(f"{NAME}: bits='chunks' is a promise of the kernels, which do not run here")
     if backend == "auto" and not q.is_meta:
-        reason = fallback.obstacle(tensors, options, return_lse)
+        reason = fallback.obstacle(inputs, options, return_lse)
         if reason is None:
-            return reorder_like(q, fallback.attend(tensors, options))
+            return reorder_like(q, fallback.attend(inputs, options))
         fallback.warn_of_definition(NAME, reason)
-    results = fallback.define(tensors, options, return_lse)
+    results = fallback.define(inputs, options, return_lse)
     if isinstance(results, Tensor):
         return reorder_like(q, results)
     return reorder_like(q, results[0]), make_dense(results[1])
@@ -182,21 +193,20 @@ def _run_reference(tensors: Tensors, _: int, call: ValidatedCall, backend: str) 
 
 def _run_reference_into(tensors: Tensors, number: int, call: ValidatedCall, backend: str) -> Tensors:
     """Write attention, and return lse if that is asked for."""
-    *tensors, out = tensors  # type: ignore[assignment]
-    results = _run_reference(tensors, number, call, backend)
+    *given, out = call.arrange(*tensors) if call.arrange else tensors
+    results = _run_reference(FlashInputs(*given), number, call._replace(arrange=None), backend)
     attention, *rest = (results,) if isinstance(results, Tensor) else results
     out.copy_(attention)
     return tuple(rest)
 
 
-def _axes(tensors: Tensors, options: tuple[object, ...]) -> Axes:
+def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
     """Returns the axes that calls are sharded over: batch entries, if not packed or in pages, and heads."""
-    paged, return_lse = tensors[7] is not None, options[4]
-    on_cache = tensors[4] is not None and tensors[6] is not None
-    keys = "..h." if paged or on_cache else "b.h."
+    on_cache, return_lse = inputs.on_cache, options[4]
+    keys = "..h." if on_cache or inputs.block_table is not None else "b.h."
     of_entries = ("", "") if on_cache else ("b", "b.")
     return Axes(("b.h.", keys, keys, "h", "", "", *of_entries), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
-_function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values)
+_function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

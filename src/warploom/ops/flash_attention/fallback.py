@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import BackendWarning, warn
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import NAME, FlashOptions
-from warploom.runtime.dispatch import Tensors
+from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions
 from warploom.runtime.modes import is_plain_eager, read_bounds
 
 Tensor = torch.Tensor
@@ -30,13 +29,12 @@ MASKS = 2**24
 """Elements of masks that are kept for the backward; more are made again there."""
 
 
-def obstacle(tensors: Tensors, options: FlashOptions, return_lse: bool) -> str | None:
+def obstacle(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> str | None:
     """Returns why PyTorch's own attention does not compute a call, or None."""
-    q, k, v, sink, *bounds = tensors
-    given = [x for x in (q, k, v, *bounds) if x is not None]
-    if not is_plain_eager(*given):
+    q, k, has_sink = inputs.q, inputs.k, inputs.sink is not None
+    if not is_plain_eager(*(x for x in inputs._replace(sink=None) if x is not None)):
         return "is for plain eager calls"
-    for option, there in (("lse", return_lse), ("sinks", sink is not None), ("a cap", options.softcap is not None)):
+    for option, there in (("lse", return_lse), ("sinks", has_sink), ("a cap", options.softcap is not None)):
         if there:
             return f"does not have {option}"
     if options.scale == 0 or 0 in (*q.shape, *k.shape):
@@ -56,36 +54,30 @@ def warn_of_definition(name: str, reason: str) -> None:
         )
 
 
-def define(tensors: Tensors, options: FlashOptions, return_lse: bool) -> Any:
+def define(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Any:
     """Returns attention by the definition, of every call: (B, N, Hq, E) [and lse (B, Hq, N)]."""
-    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
-    cu_seqlens_q, cu_seqlens_k = read_bounds(cu_seqlens_q, cu_seqlens_k)
+    cu_seqlens_q, cu_seqlens_k = read_bounds(inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return reference.flash_attention(
-        q, k, v,
-        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=sink,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table,
-        float32_precision=options.precision, return_lse=return_lse,
+        inputs.q, inputs.k, inputs.v,
+        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=inputs.sink,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=inputs.seqused_k,
+        block_table=inputs.block_table, float32_precision=options.precision, return_lse=return_lse,
     )  # fmt: skip
 
 
-def attend(tensors: Tensors, options: FlashOptions) -> Tensor:
-    """Returns attention of a call without `obstacle`: (B, N, Hq, E).
-
-    Args:
-        tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
-        options: Of the call.
-    """
-    q, k, v, _, *bounds = tensors
+def attend(inputs: FlashInputs, options: FlashOptions) -> Tensor:
+    """Returns attention of a call without `obstacle`: (B, N, Hq, E)."""
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return define((q, k, v, None, *bounds), options, False)  # type: ignore[no-any-return]
+        return define(inputs._replace(q=q, k=k, v=v), options, False)  # type: ignore[no-any-return]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _cut(q, k, v, options, *bounds)
+        return _cut(inputs._replace(q=q, k=k, v=v), options)
 
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return _Differentiable.apply(run, definition, q, k, v)  # type: ignore[no-any-return]
-    return run(q, k, v)
+    factors = inputs.q, inputs.k, inputs.v
+    if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
+        return _Differentiable.apply(run, definition, *factors)  # type: ignore[no-any-return]
+    return run(*factors)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -118,11 +110,10 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *(next(gradients) if wants else None for wants in ctx.needs_input_grad[2:])
 
 
-def _cut(
-    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _cut(inputs: FlashInputs, options: FlashOptions) -> Tensor:
     """Returns the result of a call, taken one sequence or batch entry at a time where it has bounds or lengths."""
+    q, k, v, seqused_k, block_table = inputs.q, inputs.k, inputs.v, inputs.seqused_k, inputs.block_table
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         queries, keys = _spans(cu_seqlens_q, q.shape[1]), _spans(cu_seqlens_k, k.shape[1])
         parts = [_attend(q[:, i], k[:, j], v[:, j], options) for i, j in zip(queries, keys)]

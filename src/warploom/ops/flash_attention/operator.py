@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from warploom.ops.flash_attention.problem import Logits, MaskSpec
-from warploom.ops.flash_attention.validation import FlashOptions
+from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.in_place import check_address
 from warploom.runtime.memory_order import empty_in_order_of
@@ -23,65 +23,74 @@ else:
 Tensor = torch.Tensor
 
 
-def _forward(tensors: Tensors, _: int, options: FlashOptions, plans: Plans) -> Tensors:
+class Saved(NamedTuple):
+    """The tensors that a backward takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    statistics: Tensor
+    sink: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+
+
+def _forward(inputs: FlashInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:
     """Returns attention, lse, and the statistics from which the backward computes the weights again."""
-    return _write(tensors, None, options, plans)
+    return _write(inputs, None, options, plans)
 
 
-def _write(tensors: Tensors, out: Tensor | None, options: FlashOptions, plans: Plans) -> Tensors:
+def _write(inputs: FlashInputs, out: Tensor | None, options: FlashOptions, plans: Plans) -> Tensors:
     """Returns attention, in ``out`` if that is given, lse and statistics."""
-    q, k, v, *rest = tensors
-    mask, logits = _mask_and_logits(options, *rest)
-    chunks = options.bits == "chunks"
-    return engine.forward(q, k, v, mask, options.scale, options.precision, plans, None, logits, out, chunks)
+    mask, logits = _mask_and_logits(options, inputs, inputs.block_table)
+    rest = (mask, options.scale, options.precision, plans, None, logits, out, options.bits == "chunks")
+    return engine.forward(inputs.q, inputs.k, inputs.v, *rest)
 
 
 def _mask_and_logits(
-    options: FlashOptions,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None = None,
+    options: FlashOptions, inputs: FlashInputs | Saved, block_table: Tensor | None
 ) -> tuple[MaskSpec, Logits]:
     """Returns mask and logits for the kernels, which read numbers of heads or batch entries as adjacent ones."""
+    seqused_k, sink = inputs.seqused_k, inputs.sink
     if seqused_k is not None:
         seqused_k = seqused_k.contiguous()
     if block_table is not None:
         block_table = block_table.contiguous()
     if sink is not None:
         sink = sink.resolve_neg().contiguous()
-    mask = MaskSpec(options.left, options.right, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    return mask, Logits(options.softcap, sink)
+    bounds = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    return MaskSpec(options.left, options.right, *bounds, seqused_k, block_table), Logits(options.softcap, sink)
 
 
-def _fake(tensors: Tensors, options: FlashOptions) -> Tensors:
-    q, _, v, *_ = tensors
-    batch, tokens, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-    return empty_in_order_of(q, v.shape[-1]), lse, lse.new_empty((2, *lse.shape))
+def _fake(inputs: FlashInputs, options: FlashOptions) -> Tensors:
+    q = inputs.q
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return empty_in_order_of(q, inputs.v.shape[-1]), lse, lse.new_empty((2, *lse.shape))
 
 
 def _forward_into(tensors: Tensors, number: int, options: FlashOptions, plans: Plans) -> Tensors:
     """Write attention, and return lse, of which a call takes none or the first."""
-    out = tensors[-1]
-    check_address("flash_attention", "out", out, q=tensors[0], k=tensors[1], v=tensors[2])
-    _, lse, _ = _write(tensors[:-1], out, options, plans)
+    *given, out = tensors
+    inputs = FlashInputs(*given)
+    check_address("flash_attention", "out", out, q=inputs.q, k=inputs.k, v=inputs.v)
+    _, lse, _ = _write(inputs, out, options, plans)
     torch.autograd.graph.increment_version(out)
     return (lse,)
 
 
 def _fake_into(tensors: Tensors, options: FlashOptions) -> Tensors:
-    return _fake(tensors[:-1], options)[1:2]
+    return _fake(FlashInputs(*tensors[:-1]), options)[1:2]
 
 
 def _save(
-    tensors: Tensors, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
+    inputs: FlashInputs, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
     """Save bounds of sequences with the tensors, so that autograd sees when they are changed in place."""
-    q, k, v, sink, *bounds, _ = tensors
     out, _, statistics = results
-    return (q, k, v, out, statistics, sink, *bounds), ()
+    bounds = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
+    return (inputs.q, inputs.k, inputs.v, out, statistics, inputs.sink, *bounds), ()
 
 
 def _backward(
@@ -89,32 +98,34 @@ def _backward(
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Returns the gradients of q, k, v and the sink."""
-    (grad, grad_lse), (q, k, v, out, statistics, sink, *bounds) = grads, saved
-    grad = torch.zeros_like(out) if grad is None else grad
-    mask, logits = _mask_and_logits(options, sink, *bounds)
-    rest = (mask, options.scale, options.precision, plans)
-    return engine.backward(grad, grad_lse, q, k, v, out, statistics, *rest, logits=logits)
+    (grad, grad_lse), kept = grads, Saved(*saved)
+    grad = torch.zeros_like(kept.out) if grad is None else grad
+    mask, logits = _mask_and_logits(options, kept, None)
+    rest = (kept.out, kept.statistics, mask, options.scale, options.precision, plans)
+    return engine.backward(grad, grad_lse, kept.q, kept.k, kept.v, *rest, logits=logits)
 
 
 def _backward_fake(grads: Tensors, saved: Tensors, *_: Any) -> Tensors:
-    sink = saved[5]
-    dsink = None if sink is None else sink.new_empty(sink.shape)
-    return *(empty_in_order_of(x, x.shape[-1]) for x in saved[:3]), dsink
+    kept = Saved(*saved)
+    dsink = None if kept.sink is None else kept.sink.new_empty(kept.sink.shape)
+    return *(empty_in_order_of(x, x.shape[-1]) for x in (kept.q, kept.k, kept.v)), dsink
 
 
-def _flops(tensors: Tensors, options: FlashOptions) -> int:
+def _flops(inputs: FlashInputs, options: FlashOptions) -> int:
     """Returns the operations of two products of every query and key, hidden or not, as PyTorch counts them."""
-    q, k, v, _, *cu_seqlens, seqused_k, block_table = tensors
-    if block_table is not None or (cu_seqlens[0] is not None and seqused_k is not None):
-        keys = k.shape[1] * (1 if block_table is None else block_table.shape[1])
+    q, k, v, table = inputs.q, inputs.k, inputs.v, inputs.block_table
+    if table is not None or inputs.on_cache:
+        keys = k.shape[1] * (1 if table is None else table.shape[1])
         return 2 * int(q.shape[0] * q.shape[1] * keys * q.shape[2] * (q.shape[3] + v.shape[3]))
-    return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (q.shape[3] + v.shape[3]))
+    pairs = count_attention_pairs(q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return 2 * pairs * int(q.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> int:
     """Returns the operations of five products: q kᵀ again, and the gradients of the weights, v, q and k."""
-    q, k, v, _, _, _, *cu_seqlens, _ = saved
-    return 2 * count_attention_pairs(q, k, *cu_seqlens) * int(q.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
+    kept = Saved(*saved)
+    pairs = count_attention_pairs(kept.q, kept.k, kept.cu_seqlens_q, kept.cu_seqlens_k)
+    return 2 * pairs * int(kept.q.shape[2] * (3 * kept.q.shape[3] + 2 * kept.v.shape[3]))
 
 
 _BOUNDS = "Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
@@ -125,6 +136,7 @@ OPERATOR = CustomOperator(
     tensors=_TENSORS,
     options=_OPTIONS,
     num_results=3,
+    inputs_type=FlashInputs,
     options_type=FlashOptions,
     forward=_forward,
     fake=_fake,
@@ -148,6 +160,6 @@ OPERATOR_INTO = CustomOperator(
     options_type=FlashOptions,
     forward=_forward_into,
     fake=_fake_into,
-    flops=lambda tensors, options: _flops(tensors[:-1], options),
+    flops=lambda tensors, options: _flops(FlashInputs(*tensors[:-1]), options),
     why_no_gradient="flash_attention with out= has no gradient; call it under torch.no_grad()",
 )

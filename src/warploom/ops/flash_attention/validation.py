@@ -17,7 +17,16 @@ from warploom.errors import (
     fault,
     shape_of,
 )
-from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
+from warploom.runtime.arguments import (
+    FLOATS,
+    LARGEST,
+    check_number,
+    check_tensor,
+    first_given,
+    format_value,
+    is_int,
+    is_within,
+)
 from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.layout import warn_of_heads_first
@@ -37,6 +46,24 @@ MAX_PLACES = 2**31 - 2**10
 _LEAST_TILE = 16  # rows
 
 
+class FlashInputs(NamedTuple):
+    """The tensors of a call, by the names of the public function."""
+
+    q: Tensor  # (B, N, Hq, D)
+    k: Tensor  # (B, M, Hkv, D), or (pages, page_size, Hkv, D)
+    v: Tensor  # (B, M, Hkv, E), or (pages, page_size, Hkv, E)
+    sink: Tensor | None = None  # (Hq,)
+    cu_seqlens_q: Tensor | None = None  # (S + 1,)
+    cu_seqlens_k: Tensor | None = None  # (S + 1,)
+    seqused_k: Tensor | None = None  # (B,), or (S,) of queries packed on a cache
+    block_table: Tensor | None = None  # (B, P), or (S, P)
+
+    @property
+    def on_cache(self) -> bool:
+        """Returns whether queries are packed, and every sequence has its keys in a cache."""
+        return self.cu_seqlens_q is not None and self.cu_seqlens_k is None and self.seqused_k is not None
+
+
 class FlashOptions(NamedTuple):
     """Options of the operator; ``causal`` is a bound of the window."""
 
@@ -50,9 +77,10 @@ class FlashOptions(NamedTuple):
 
 def check_into(name: str, tensors: Tensors, options: tuple[Any, ...], number: int) -> ValidatedCall:
     """Validate a call whose results go into the last of the tensors."""
-    *rest, out = tensors
-    q, k, v, sink, *_ = rest
-    call = check(name, tuple(rest), options, number)
+    *given, out = tensors
+    inputs = FlashInputs(*given)
+    q, k, v, sink = inputs.q, inputs.k, inputs.v, inputs.sink
+    call = check(name, inputs, options, number)
     check_tensor(name, "out", out, FLOATS)
     if out.dtype != q.dtype:
         raise fault(DtypeError, name, "out", f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(out))
@@ -65,22 +93,22 @@ def check_into(name: str, tensors: Tensors, options: tuple[Any, ...], number: in
     if out.device != q.device:
         raise fault(DeviceError, name, "out", f"on the device of q, {q.device}", out.device)
     check_memory(name, "out", out)
-    return call
+    return call._replace(arrange=_with_both_into) if call.arrange else call
 
 
-def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> ValidatedCall:
+def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> ValidatedCall:
     """Validate a call.
 
     Args:
         name: Of the public function.
-        tensors: q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k and block_table.
+        inputs: Its tensors.
         options: causal, scale, window, float32_precision, return_lse, softcap and bits.
     """
-    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = tensors
+    q, k, v, block_table, seqused_k = inputs.q, inputs.k, inputs.v, inputs.block_table, inputs.seqused_k
+    cu_seqlens_q, cu_seqlens_k, on_cache = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.on_cache
     causal, scale, window, precision, return_lse, softcap, bits = options
-    on_cache = cu_seqlens_q is not None and cu_seqlens_k is None and seqused_k is not None
     entries = None
-    if on_cache:
+    if cu_seqlens_q is not None and on_cache:
         check_tensor(NAME, "q", q, FLOATS)
         _check_bounds(q, "cu_seqlens_q", cu_seqlens_q)
         entries = cu_seqlens_q.shape[0] - 1
@@ -103,8 +131,8 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
         check_number(NAME, "softcap", softcap)
         if softcap <= 0:
             raise fault(ArgumentError, NAME, "softcap", "above 0, or None for no cap", softcap)
-    if sink is not None:
-        _check_sink(q, sink)
+    if inputs.sink is not None:
+        _check_sink(q, inputs.sink)
     if seqused_k is not None:
         _check_used(q, seqused_k, entries)
     if block_table is not None:
@@ -132,16 +160,21 @@ def check(name: str, tensors: Tensors, options: tuple[Any, ...], _: int) -> Vali
     return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
-def check_values(name: str, tensors: Tensors) -> None:
+def check_values(name: str, inputs: FlashInputs) -> None:
     """Check what tensors of a valid call hold."""
-    q, k, _, _, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *_ = tensors
-    of_queries, of_keys = _names_of_bounds(cu_seqlens_q, cu_seqlens_k)
-    check_bounds(name, of_queries, cu_seqlens_q, q.shape[1])
-    check_bounds(name, of_keys, cu_seqlens_k, k.shape[1], "M")
+    q, k, seqused_k, block_table = inputs.q, inputs.k, inputs.seqused_k, inputs.block_table
+    of_queries, of_keys = _names_of_bounds(inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    check_bounds(name, of_queries, inputs.cu_seqlens_q, q.shape[1])
+    check_bounds(name, of_keys, inputs.cu_seqlens_k, k.shape[1], "M")
     if seqused_k is not None:
         places = 1 if block_table is None else block_table.shape[1]
         check_lengths(name, "seqused_k", seqused_k, places * k.shape[1])
         check_pages(name, block_table, seqused_k, k.shape[0], k.shape[1])
+
+
+def check_values_into(name: str, tensors: Tensors) -> None:
+    """Check what tensors of a valid call hold whose results go into the last of them."""
+    check_values(name, FlashInputs(*tensors[:-1]))
 
 
 def _names_of_bounds(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[str, str]:
@@ -149,18 +182,16 @@ def _names_of_bounds(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -
     return ("cu_seqlens",) * 2 if cu_seqlens_q is cu_seqlens_k else ("cu_seqlens_q", "cu_seqlens_k")
 
 
-def _with_both(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    *rest: Tensor | None,
-) -> Tensors:
-    """Returns the tensors with the bounds of queries for keys too, or those of keys for queries."""
-    given = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-    return q, k, v, sink, given, given, *rest
+def _with_both(*tensors: Any) -> FlashInputs:
+    """Returns the inputs with the bounds of queries for keys too, or those of keys for queries."""
+    inputs = FlashInputs(*tensors)
+    given = first_given(inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return inputs._replace(cu_seqlens_q=given, cu_seqlens_k=given)
+
+
+def _with_both_into(*tensors: Any) -> Tensors:
+    """Returns what `_with_both` does, and the tensor that results go into behind it."""
+    return (*_with_both(*tensors[:-1]), tensors[-1])
 
 
 def beyond_kernels(

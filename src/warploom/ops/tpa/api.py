@@ -8,7 +8,7 @@ from typing import Any, Never
 import torch
 
 from warploom.ops.flash_attention import fallback
-from warploom.ops.flash_attention.validation import FlashOptions
+from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions
 from warploom.ops.tpa import reference
 from warploom.ops.tpa.attention.operator import OPERATOR as ATTENTION
 from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
@@ -209,7 +209,7 @@ def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, ba
                 reference.product(av[:, :rows], bv[:, :rows], options.scale_v),
             )
         )
-        formed = (q, k, v, None, cu_seqlens, cu_seqlens, None, None)
+        formed = FlashInputs(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
         own = FlashOptions(None, 0 if options.causal else None, options.scale, None)
         reason = fallback.obstacle(formed, own, False)
         if reason is None:
