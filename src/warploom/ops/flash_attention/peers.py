@@ -309,7 +309,9 @@ def _served_by_varlen(case: Case, num_splits: int | None = None, gathered: bool 
     options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": case["key_heads"] != case["heads"]}
     if num_splits is not None:
         options["num_splits"] = num_splits
-    bounds = [0, *itertools.accumulate(lengths)] if gathered else range(0, len(lengths) * case["m"] + 1, case["m"])
+    # The kernel wants bounds of keys beside a table of pages too, and does not use them then.
+    in_rows = not gathered and "page_size" not in case
+    bounds = range(0, len(lengths) * case["m"] + 1, case["m"]) if in_rows else [0, *itertools.accumulate(lengths)]
     cu_seqlens_k = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     places = torch.cat([torch.arange(n) for n in lengths]).cuda()
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).cuda()
@@ -333,10 +335,9 @@ def _served_by_varlen(case: Case, num_splits: int | None = None, gathered: bool 
             cache = {"seqused_k": seqused_k, "block_table": block_table}
             if block_table is None:
                 k, v = k.flatten(0, 1), v.flatten(0, 1)
-        ends = None if cache and block_table is not None else cu_seqlens_k
         try:
             out: Tensor = function(
-                q.squeeze(0), k, v, cu_seqlens_q, ends, max(counts), max(lengths), **cache, **options
+                q.squeeze(0), k, v, cu_seqlens_q, cu_seqlens_k, max(counts), max(lengths), **cache, **options
             )
         except RuntimeError as error:
             if any(word in str(error).lower() for word in ("page", "paged", "block size", "num_splits")):
