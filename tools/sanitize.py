@@ -202,7 +202,7 @@ def package_kernels() -> list[Kernel]:
 
     found = []
     for module in pkgutil.walk_packages(warploom.__path__, "warploom."):
-        if not re.search(r"kernel|\.triton\.|\.hopper\.", module.name):
+        if not re.search(r"kernel|\.(triton|hopper)(\.|$)", module.name):
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             compiled = isinstance(value, triton.JITFunction) and value.__module__ == module.name

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom import (
+    append_kv,
     delta_attention,
     flash_attention,
     linear_attention,
@@ -89,6 +90,17 @@ def _attention(
     return {"q": q, "k": k, "v": v, "backend": "triton", **options}
 
 
+def _appended(page_size: int | None, dtype: torch.dtype = HALF) -> Inputs:
+    """New tokens of three sequences, one of which has none, and queries to be rotated."""
+    new = {name: _random(1, 33, heads, 48, dtype=dtype, grad=False) for name, heads in zip("qkv", (4, 2, 2))}
+    rows = (3, 160) if page_size is None else (30, page_size)
+    caches = {f"{name}_cache": torch.zeros(*rows, 2, 48, dtype=dtype) for name in "kv"}
+    bounds, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 29, 29, 30], [150, 4, 160]))
+    table = None if page_size is None else torch.arange(30, dtype=torch.int32).view(3, 10)
+    where = {"cu_seqlens": bounds, "seqused_k": used, "block_table": table, "backend": "triton"}
+    return {**new, **caches, "theta": _random(20, grad=False), **where}
+
+
 def _encoding(
     n: int, d: int, dtype: torch.dtype = torch.float32, heads: int = 2, batch: int = 1, theta_grad: bool = True,
     frequencies: int | None = None, **options: Any,
@@ -133,6 +145,18 @@ def _delta(
     gates = {"beta": beta.requires_grad_(grad), "decay": decays.requires_grad_(grad)}
     states = {} if "cu_seqlens" in options else {"initial_state": state}
     return {"q": q, "k": k, "v": v, **gates, **states, "normalize": True, "backend": "triton", **options}
+
+
+def _rotary(qkv: Tensor, theta: Tensor) -> Tensor:
+    """Attention whose queries and keys are rotated first, as layers have it."""
+    from warploom.ops.rotary_attention.api import rotary_attention
+
+    return rotary_attention(qkv, theta, qkv.shape[2] // 3, 0.1)
+
+
+def _projected(n: int, heads: int, d: int) -> Inputs:
+    """Queries, keys and values in one tensor, and frequencies."""
+    return {"qkv": _random(1, n, 3 * heads, d, dtype=HALF), "theta": _random(1, d // 2)}
 
 
 def _stream(x: Tensor) -> None:
@@ -206,8 +230,11 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0, "sink": _random(67)}),
         ("flash_attention", flash_attention, "hopper-cache", _on_cache,
          {"n": 300, "d": 128, "page": 128, "pages": 8}),
+        ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
+        ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
+        ("rotary_attention", _rotary, "rotary", _projected, {"n": 140, "heads": 67, "d": 64}),
         ("linear_attention", linear_attention, "head-decay", _linear, {"n": 600, "dtype": HALF}),
         ("linear_attention", linear_attention, "linear-hopper", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False}),
