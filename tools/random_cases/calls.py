@@ -383,7 +383,9 @@ def _lrpe(draft: _Draft, paired: bool) -> None:
 
 def _flash_attention(draft: _Draft) -> None:
     draft.draw_dtype("float64")
-    packed = draft.choice("packed", ("no",) * 4 + ("queries", "keys", "both", "alike"), compiled=1)
+    kinds = ("no",) * 4 + ("queries", "keys", "both", "alike", "queries on a cache")
+    packed = draft.choice("packed", kinds, compiled=1)
+    on_cache = packed == "queries on a cache"
     batch = 1 if packed != "no" else draft.batch()
     key_heads = draft.heads("Hkv", 8)
     heads = key_heads * draft.groups()
@@ -392,18 +394,19 @@ def _flash_attention(draft: _Draft) -> None:
     values = draft.values(features, 0.7, most)
     elements = batch * max(heads, 1) * max(features, values)
     tokens, keys = draft.lengths(batch, heads, elements, packed in ("queries", "keys", "alike"), 0.4)
-    used = packed == "no" and draft.flag("seqused_k", 0.2, compiled=2)
-    paged = used and draft.flag("block_table", 0.3, compiled=2)
-    of_keys: _Shape = (batch, keys)
-    if paged:
-        page = draft.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
-        table = (batch, -(-keys // page))
-        of_keys, keys = (min(math.prod(table), PAGES), page), table[1] * page
-        draft.constant = draft.constant or draft.recorded
+    used = on_cache or (packed == "no" and draft.flag("seqused_k", 0.2, compiled=2))
+    paged = used and draft.flag("block_table", 0.5 if on_cache else 0.3, compiled=2)
+    draft.constant = draft.constant or ((paged or on_cache) and draft.recorded)
     size = draft.logit_size((draft.scale("scale") or 0.0) * math.sqrt(features), 2)
     size *= draft.choice("size", (1.0, 1.0, 0.1))
     nan = draft.row_of_nan("q")
     draft.array("q", (batch, tokens, heads, features), scale=size, row_of_nan=nan)
+    entries = draft.packed("cu_seqlens_q", tokens, "q") if on_cache else batch
+    of_keys: _Shape = (entries, keys)
+    if paged:
+        page = draft.number("page", (16, 1, 2, 7, 16, 64), 1, 256, 16, compiled=2)
+        table = (entries, -(-keys // page))
+        of_keys, keys = (min(math.prod(table), PAGES), page), table[1] * page
     draft.array("k", (*of_keys, key_heads, features), scale=size)
     draft.array("v", (*of_keys, key_heads, values))
     if packed in ("queries", "both"):
@@ -413,7 +416,7 @@ def _flash_attention(draft: _Draft) -> None:
     if packed == "alike":
         draft.packed("cu_seqlens", tokens, "qkv")
     if used:
-        draft.used_keys("seqused_k", batch, keys, "" if paged else "kv")
+        draft.used_keys("seqused_k", entries, keys, "" if paged else "kv")
     if paged:
         pages = (0, max(of_keys[0] - 1, 0))
         draft.array("block_table", table, "int32", 0.0, values="integers", numbers=pages)
@@ -431,6 +434,10 @@ def _flash_attention(draft: _Draft) -> None:
     if draft.switch("return_lse", compiled=2):
         draft.outputs.append((batch, heads, tokens))
     draft.backend(max(features, values) > 256)
+    if on_cache and draft.options["backend"] == "triton":
+        draft.optional("bits", (None, None, "batch", "chunks"), compiled=1)
+    if not (draft.recorded and any(array.grad for array in draft.arrays.values())):
+        draft.switch("out", 0.3)  # `Prepared.run` makes the tensor
     draft.optional("matmul_precision", ("highest",) * 8 + ("high", "medium"), compiled=1)
 
 

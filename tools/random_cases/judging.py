@@ -95,6 +95,8 @@ class Prepared:
         self.options = dict(call.options)
         if backend is not None and "backend" in self.options:
             self.options["backend"] = backend
+            if backend != "triton":
+                self.options.pop("bits", None)
 
     @property
     def in_torch(self) -> bool:
@@ -112,20 +114,30 @@ class Prepared:
         given: dict[str, Tensor | None] = {"aq": None} if self.call.lacks_aq else {}
         given |= {name: placed.tensor for name, placed in self.arrays.items()}
         first = list(given.values())[: self.call.positional]
-        named = dict(list(given.items())[self.call.positional :])
+        named = {**dict(list(given.items())[self.call.positional :]), **self.options}
+        if "out" in named:
+            named["out"] = self.place_for_results(given["q"])
         with _setting(self.call):
-            outputs = list(as_tuple(function_of(self.call.operator)(*first, **named, **self.options)))
+            outputs = list(as_tuple(function_of(self.call.operator)(*first, **named)))
             shapes = tuple(tuple(output.shape) for output in outputs)
             if shapes != self.call.outputs and not self.alone:
                 raise Failure("shape", f"of the results is {shapes}, expected {self.call.outputs}")
             incoming = [None if placed is None else placed.tensor for placed in self.gradients]
             return outputs, gradients_of(outputs, given.values(), incoming)
 
+    def place_for_results(self, q: Tensor | None) -> Tensor:
+        """Returns a tensor of NaN, with heads before tokens in memory and gaps between rows."""
+        assert q is not None
+        *rest, features = self.call.outputs[0]
+        batch, tokens, heads = (q.shape[0], *rest[1:])
+        whole = q.new_full((batch, heads, tokens, features + 3), torch.nan)
+        return whole[..., :features].transpose(1, 2)
+
     def define(self, dtype: torch.dtype | None) -> list[Tensor]:
         """Returns outputs and gradients by the definition, in a dtype or in that of the inputs."""
         given: dict[str, Any] = {"aq": None} if self.call.lacks_aq else {}
         given |= {name: _as(placed.dense, dtype) for name, placed in self.arrays.items()}
-        given |= {name: value for name, value in self.options.items() if name != "backend"}
+        given |= {n: value for n, value in self.options.items() if n not in ("backend", "bits", "out")}
         rounded = self.call.operator == "flash_attention" and dtype is None
         if not rounded:
             given.pop("float32_precision", None)
