@@ -250,7 +250,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """Let every operator's function be its definition, its results changed."""
 
     def function(operator: str) -> Callable[..., Any]:
-        def run(*given: Any, backend: str = "auto", strategy: str = "auto", **named: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            named = {name: v for name, v in named.items() if name not in ("backend", "strategy", "bits", "out")}
             names = list(inspect.signature(reference_of(operator)).parameters)
             if operator == "tpa_decode":
                 names = ["aq", "ak", "av", "bq", "bk", "bv"]

@@ -409,6 +409,8 @@ def _flash_attention(draft: _Draft) -> None:
         of_keys, keys = (min(math.prod(table), PAGES), page), table[1] * page
     draft.array("k", (*of_keys, key_heads, features), scale=size)
     draft.array("v", (*of_keys, key_heads, values))
+    if on_cache:  # the first tensors may be given by position
+        draft.arrays["cu_seqlens_q"] = draft.arrays.pop("cu_seqlens_q")
     if packed in ("queries", "both"):
         draft.packed("cu_seqlens_q", tokens, "q" if packed == "both" else "qkv")
     if packed in ("keys", "both"):
