@@ -46,7 +46,7 @@ def step_kernel(
         mask = n < place.last
         turns = ()
         for i in tl.static_range(len(steps)):
-            turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], steps[i], HALF),)
+            turns = turns + (cos_sin(wrapping_add(n, place.position)[:, None], tiles.step_of(steps, i), HALF),)
         q_rows = row_pointers(q, n, place, strides.q, spec.VEC)
         k_rows = row_pointers(k, n, place, strides.k, spec.VEC)
         v_rows = row_pointers(v, n, place, strides.v, spec.VEC)

@@ -19,7 +19,7 @@ import triton.language as tl
 from warploom.device.activations import activate, powers, reciprocal
 from warploom.device.chunks import row_pointers, store_plain
 from warploom.device.decays import clamp_decay, exp
-from warploom.device.phase import cos_sin, phase_step, wrapping_add
+from warploom.device.phase import PhaseStep, cos_sin, phase_step, wrapping_add
 from warploom.device.product import dot, find_scale, rounded
 from warploom.device.rotation import rotate, rotate_backward
 from warploom.device.rows import load_input, store_input
@@ -114,11 +114,18 @@ def load_steps(theta, place, first, PIECES: tl.constexpr, sizes, spec: tl.conste
 
 
 @triton.jit
+def step_of(steps, i: tl.constexpr):
+    """Returns one of several `PhaseStep`: Triton 3.6 loses the names of fields within a tuple."""
+    whole, rest, unit = steps[i]
+    return PhaseStep(whole, rest, unit)
+
+
+@triton.jit
 def cos_sin_within(steps, config: tl.constexpr, HALF: tl.constexpr):
     """Returns cosines and sines (T, F) of a tile's tokens, counted from its first, of every piece."""
     turns = ()
     for i in tl.static_range(len(steps)):
-        turns = turns + (cos_sin(tl.arange(0, config.BLOCK_T)[:, None], steps[i], HALF),)
+        turns = turns + (cos_sin(tl.arange(0, config.BLOCK_T)[:, None], step_of(steps, i), HALF),)
     return turns
 
 
@@ -128,7 +135,7 @@ def cos_sin_from(first, place, steps, within, HALF: tl.constexpr):
     turns = ()
     position = wrapping_add(first, place.position) + tl.zeros((1, 1), tl.int32)
     for i in tl.static_range(len(steps)):
-        cosine, sine = cos_sin(position, steps[i], HALF)
+        cosine, sine = cos_sin(position, step_of(steps, i), HALF)
         c, s = within[i]
         turns = turns + ((tl.fma(c, cosine, -(s * sine)), tl.fma(s, cosine, c * sine)),)
     return turns
