@@ -46,6 +46,7 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("seqlen_offsets", "offset", "the position of the first token"),
     ("g", "decay", "logarithms of decays"),
     ("output_final_state", "return_state", "the second result is the last state"),
+    ("use_qk_l2norm_in_kernel", "normalize", "queries and keys become as long as one"),
 )
 """A name in another library, the argument here or an empty text, and an explanation. The first entry whose argument
 a function has is taken."""

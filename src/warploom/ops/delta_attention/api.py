@@ -125,8 +125,10 @@ def delta_attention(
         q, k = torch.randn(2, 2, 100, 4, 32)
         v, beta, decay = torch.randn(2, 100, 8, 32), torch.rand(2, 100, 8), -0.1 * torch.rand(2, 100, 8)
         out, state = delta_attention(q, k, v, beta, decay=decay, normalize=True, return_state=True)
-        new = [x[:, :1] for x in (q, k, v, beta)]  # the next token
-        out, state = delta_attention(*new, normalize=True, initial_state=state, return_state=True)
+        q, k = torch.randn(2, 2, 1, 4, 32)  # a new token, from the state of the others
+        v, beta, decay = torch.randn(2, 1, 8, 32), torch.rand(2, 1, 8), -0.1 * torch.rand(2, 1, 8)
+        again = {"initial_state": state, "return_state": True}
+        out, state = delta_attention(q, k, v, beta, decay=decay, normalize=True, **again)
         print(out.shape, state.shape)  # torch.Size([2, 1, 8, 32]) torch.Size([2, 8, 32, 32])
         ```
     """
