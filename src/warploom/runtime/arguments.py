@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
-from warploom.errors import ArgumentError, DtypeError, dtype_of, fault
+from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.runtime.names import refuse_missing
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COUNTS = (torch.int32, torch.int64)
+"""The dtypes of bounds and lengths."""
+INTEGERS = (torch.int8, torch.uint8, torch.int16, *COUNTS)
+"""The dtypes of positions."""
 LARGEST = 2**31 - 1
 """The largest position, and the greatest length."""
 
@@ -33,6 +37,69 @@ def check_tensor(function: str, argument: str, value: object, dtypes: tuple[torc
         got = "a nested tensor" if value.is_nested else f"one of the layout {value.layout}"
         raise fault(DtypeError, function, argument, "a dense tensor", got)
     return value
+
+
+def check_device(function: str, argument: str, tensor: torch.Tensor, name: str, first: torch.Tensor) -> None:
+    """Check that a tensor lies on the device of the first tensor of a call, which has a name.
+
+    Raises:
+        DeviceError: It does not.
+    """
+    if tensor.device != first.device:
+        raise fault(DeviceError, function, argument, f"on the device of {name}, {first.device}", tensor.device)
+
+
+def check_alike(function: str, **tensors: object) -> None:
+    """Check that all are tensors of floats, of the dtype of the first and on its device.
+
+    Raises:
+        DtypeError: One is no such tensor.
+        DeviceError: One lies elsewhere.
+    """
+    name, first = next(iter(tensors.items()))
+    for argument, value in tensors.items():
+        tensor = check_tensor(function, argument, value, FLOATS)
+        like = check_tensor(function, name, first, FLOATS)
+        if tensor.dtype != like.dtype:
+            expected = f"a tensor of the dtype of {name}, {dtype_of(like)}"
+            raise fault(DtypeError, function, argument, expected, dtype_of(tensor))
+        check_device(function, argument, tensor, name, like)
+
+
+def check_cu_seqlens(function: str, argument: str, bounds: object, name: str, first: torch.Tensor) -> None:
+    """Check that bounds of packed sequences are ``(S + 1,)``, and on the device of the first tensor of a call.
+
+    Raises:
+        DtypeError: They are no tensor of int32 or int64.
+        ShapeError: They have another shape.
+        DeviceError: They lie elsewhere.
+    """
+    tensor = check_tensor(function, argument, bounds, COUNTS)
+    if tensor.dim() != 1 or tensor.shape[0] < 2:
+        raise fault(ShapeError, function, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
+    check_device(function, argument, tensor, name, first)
+
+
+def check_offset(function: str, offset: Any, offsets: object | None, name: str, first: torch.Tensor) -> None:
+    """Check the position of the first token of a tensor ``(B, N, …)``: a number, or ``offsets``, a tensor.
+
+    Raises:
+        DtypeError: It is neither.
+        ShapeError: The tensor is neither ``()`` nor ``(B,)``.
+        DeviceError: It lies on another device.
+        ArgumentError: Positions do not fit in 32 bits.
+    """
+    batch, tokens = first.shape[:2]
+    if offsets is not None:
+        tensor = check_tensor(function, "offset", offsets, INTEGERS)
+        if tensor.dim() > 1 or (tensor.dim() == 1 and tensor.shape[0] != batch):
+            raise fault(ShapeError, function, "offset", f"() or (B,) with B = {batch}", shape_of(tensor))
+        check_device(function, "offset", tensor, name, first)
+    elif not is_int(offset):
+        raise fault(DtypeError, function, "offset", "an int or an integer tensor", repr(offset))
+    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
+        expected = "such that all positions are below 2**31 in size"
+        raise fault(ArgumentError, function, "offset", expected, format_value(offset))
 
 
 def check_one_form(

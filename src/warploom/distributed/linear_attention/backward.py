@@ -100,13 +100,13 @@ def _add_causal(
             only_state = [False] * (DIFFERENTIABLE - 1) + [True]
             found = calls.differentiate(_of(segment, grad), of_state, *call.at(segment, carried), only_state)[-1]
             own = own if found is None else found.to(own.dtype)
-    leaving = exchange_gradients(own, factors, call)
+    grad_state = exchange_gradients(own, factors, call)
     for segment in call.part.segments:
         of_state = None if grad_last is None else grad_last[segment.sequences]
         if segment.goes_on:
             shape = state_shape(call.inputs, call.options, len(segment.sequences))
-            of_state = leaving.new_zeros(shape) if of_state is None else of_state.clone()
-            of_state[-len(leaving) :] = leaving
+            of_state = grad_state.new_zeros(shape) if of_state is None else of_state.clone()
+            of_state[-len(grad_state) :] = grad_state
         wants = [*wanted[:-1], wanted[-1] and not segment.continued]
         plain = call.at(segment, call.state_before(segment, carried))
         sums.add(segment, calls.differentiate(_of(segment, grad), of_state, *plain, wants))
@@ -131,8 +131,8 @@ def _differentiate_single(
             own = torch.zeros_like(own)
         elif of_last is not None:
             own = own + decay_over(call.inputs, segment.tokens)[:, :, None, None] * of_last
-        leaving = exchange_gradients(own, factors, call)
-        return (leaving if of_last is None else of_last).contiguous()
+        grad_state = exchange_gradients(own, factors, call)
+        return (grad_state if of_last is None else of_last).contiguous()
 
     inputs, offset, options = call.at(segment, call.state_before(segment, carried))
     if grad is None:

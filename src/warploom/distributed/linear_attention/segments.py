@@ -31,7 +31,7 @@ class RankPart(NamedTuple):
 
     segments: tuple[Segment, ...]
     """At most two: the rest of a sequence that began on an earlier rank, and what begins here."""
-    leaving: Segment | None  # the tokens of the sequence that goes on on the next rank
+    send: Segment | None  # the tokens of the sequence that goes on on the next rank
     passed: Tensor  # (W, 1, 1), whether the sequence that goes on behind a rank began before it
     ended: tuple[Tensor, Tensor]
     """Numbers of the sequences that end here, and of their rows among the segments' last states."""
@@ -62,9 +62,9 @@ def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, d
         tokens, start = slice(begin - edges[rank], end - edges[rank]), begin - bounds[number]
         return Segment(tokens, start, sequences.to(device), cu_seqlens, continued, goes_on)
 
-    segments, leaving = [], None
+    segments, send = [], None
     if pieces and goes_on:
-        leaving = make_segment(pieces[-1:], passed[rank], True)._replace(cu_seqlens=None)
+        send = make_segment(pieces[-1:], passed[rank], True)._replace(cu_seqlens=None)
     rest = pieces
     if pieces and pieces[0][1] > bounds[pieces[0][0]]:
         rest = pieces[1:]
@@ -74,4 +74,4 @@ def make_part(bounds: Bounds, packed: bool, batch: int, world: int, rank: int, d
     rows = torch.cat([each.sequences for each in segments]) if segments else torch.zeros(0, dtype=torch.int64)
     ended = torch.arange(len(rows) - (batch if goes_on and segments else 0), device=device)
     went_on = torch.tensor(passed, device=device)[:, None, None]
-    return RankPart(tuple(segments), leaving, went_on, (rows.to(device)[ended], ended))
+    return RankPart(tuple(segments), send, went_on, (rows.to(device)[ended], ended))

@@ -40,7 +40,7 @@ def decay_over(inputs: LinearInputs, tokens: slice) -> Tensor:
 
 def compute_carried(call: ContextLinearCall) -> tuple[Tensor, Tensor]:
     """Returns what `exchange_states` returns, from this rank's tokens."""
-    inputs, segment = call.inputs, call.part.leaving
+    inputs, segment = call.inputs, call.part.send
     if segment is None:
         own = inputs.q.new_zeros(state_shape(inputs, call.options, inputs.q.shape[0]), dtype=state_dtype(inputs))
         return exchange_states(own, decay_over(inputs, slice(0, 0)), call)
@@ -69,10 +69,10 @@ def exchange_states(own: Tensor, factor: Tensor, call: ContextLinearCall) -> tup
 def exchange_gradients(own: Tensor, factors: Tensor, call: ContextLinearCall) -> Tensor:
     """Returns the gradient of the state behind this rank, from those of the states before each rank."""
     every, rank, last = gather(own, call.group), call.group.rank(), call.group.size() - 1
-    leaving = every[last] if rank < last else torch.zeros_like(own)
+    grad_state = every[last] if rank < last else torch.zeros_like(own)
     for other in range(last - 1, rank, -1):
-        leaving = torch.addcmul(every[other], factors[other, :, :, None, None], leaving)
-    return leaving
+        grad_state = torch.addcmul(every[other], factors[other, :, :, None, None], grad_state)
+    return grad_state
 
 
 def compute_total(call: ContextLinearCall) -> Tensor:

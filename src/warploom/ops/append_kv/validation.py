@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.append_kv.call import AppendInputs, AppendOptions
-from warploom.runtime.arguments import FLOATS, check_tensor, is_within
+from warploom.runtime.arguments import (
+    COUNTS,
+    FLOATS,
+    check_cu_seqlens,
+    check_device,
+    check_tensor,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.values import check_bounds, check_lengths, check_pages, is_readable
@@ -84,8 +91,7 @@ def _check_floats(name: str, inputs: AppendInputs) -> None:
         check_tensor(name, argument, tensor, FLOATS)
         if argument != "theta" and tensor.dtype != k.dtype:
             raise fault(DtypeError, name, argument, f"of the dtype of k, {dtype_of(k)}", dtype_of(tensor))
-        if tensor.device != k.device:
-            raise fault(DeviceError, name, argument, f"on the device of k, {k.device}", tensor.device)
+        check_device(name, argument, tensor, "k", k)
         check_takes_part(name, argument, tensor)
 
 
@@ -114,16 +120,10 @@ def _check_new(name: str, k: Tensor, v: Tensor, q: Tensor | None, theta: Tensor 
 
 def _check_sequences(name: str, k: Tensor, cu_seqlens: Tensor | None, seqused_k: Tensor) -> None:
     """Checks bounds and lengths."""
-    for argument, tensor in (("cu_seqlens", cu_seqlens), ("seqused_k", seqused_k)):
-        if tensor is None and argument == "cu_seqlens":
-            continue
-        check_tensor(name, argument, tensor, (torch.int32, torch.int64))
-        if tensor.device != k.device:  # type: ignore[union-attr]
-            raise fault(DeviceError, name, argument, f"on the device of k, {k.device}", tensor.device)  # type: ignore[union-attr]
+    check_device(name, "seqused_k", check_tensor(name, "seqused_k", seqused_k, COUNTS), "k", k)
     sequences = k.shape[0]
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-            raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+        check_cu_seqlens(name, "cu_seqlens", cu_seqlens, "k", k)
         if k.shape[0] != 1:
             raise fault(ShapeError, name, "k", "of batch size 1 when cu_seqlens is given", shape_of(k))
         sequences = cu_seqlens.shape[0] - 1
@@ -139,8 +139,7 @@ def _check_caches(name: str, inputs: AppendInputs) -> None:
         check_tensor(name, "block_table", table, (torch.int32,))
         if table.dim() != 2 or table.shape[0] != sequences:
             raise fault(ShapeError, name, "block_table", f"(S, P) with S = {sequences}", shape_of(table))
-        if table.device != k.device:
-            raise fault(DeviceError, name, "block_table", f"on the device of k, {k.device}", table.device)
+        check_device(name, "block_table", table, "k", k)
     for argument, cache, features in (("k_cache", k_cache, k.shape[3]), ("v_cache", v_cache, v.shape[3])):
         letter = "D" if cache is k_cache else "E"
         fits = cache.dim() == 4 and cache.shape[2] == heads and cache.shape[3] == features

@@ -7,9 +7,19 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
 from warploom.ops.delta_attention.call import DeltaInputs, DeltaOptions
-from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
+from warploom.runtime.arguments import (
+    FLOATS,
+    LARGEST,
+    check_alike,
+    check_cu_seqlens,
+    check_device,
+    check_number,
+    check_offset,
+    check_tensor,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_decays, check_positions
@@ -18,7 +28,6 @@ Tensor = torch.Tensor
 
 NAME = "delta_attention"
 Encoding = Literal["none", "rotate"]
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 256
 """Features of a query or key, and of a value, that the kernels hold on chip at once."""
 MAX_ROWS = 2**31 - 2**12
@@ -47,7 +56,11 @@ def check(name: str, inputs: DeltaInputs, options: tuple[Any, ...], offset: Any)
     if interleaved and encoding != "rotate":
         raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
     _check_theta(q, theta, encoding)
-    _check_positions(q, offset, offsets, cu_seqlens)
+    check_offset(NAME, offset, offsets, "q", q)
+    if cu_seqlens is not None:
+        check_cu_seqlens(NAME, "cu_seqlens", cu_seqlens, "q", q)
+        if q.shape[0] != 1:
+            raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
     _check_gates(q, v, beta, decay)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_state(q, initial_state, (sequences, v.shape[2], q.shape[3], v.shape[3]))
@@ -85,17 +98,8 @@ def _beyond_kernels(q: Tensor, v: Tensor, scale: float | None) -> str | None:
     return None
 
 
-def _check_device(argument: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
-
-
 def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(NAME, argument, tensor, FLOATS)
-        if tensor.dtype != q.dtype:
-            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
-        _check_device(argument, tensor, q)
+    check_alike(NAME, q=q, k=k, v=v)
     if q.dim() != 4 or 0 in q.shape[2:]:
         raise fault(ShapeError, NAME, "q", "(B, N, Hk, D) with Hk ≥ 1 and D ≥ 1", shape_of(q))
     if k.shape != q.shape:
@@ -121,29 +125,7 @@ def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
     if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= most:
         expected = f"(Hk, F), (1, F) or (F,) with Hk = {heads} and 1 ≤ F ≤ {most}"
         raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
-    _check_device("theta", theta, q)
-
-
-def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    batch, tokens = q.shape[:2]
-    if offsets is not None:
-        check_tensor(NAME, "offset", offsets, _INTEGERS)
-        if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != batch):
-            raise fault(ShapeError, NAME, "offset", f"() or (B,) with B = {batch}", shape_of(offsets))
-        _check_device("offset", offsets, q)
-    elif not is_int(offset):
-        raise fault(DtypeError, NAME, "offset", "an int or an integer tensor", repr(offset))
-    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
-        expected = "such that all positions are below 2**31 in size"
-        raise fault(ArgumentError, NAME, "offset", expected, format_value(offset))
-    if cu_seqlens is None:
-        return
-    check_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, NAME, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
-    if batch != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
-    _check_device("cu_seqlens", cu_seqlens, q)
+    check_device(NAME, "theta", theta, "q", q)
 
 
 def _check_gates(q: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> None:
@@ -152,14 +134,14 @@ def _check_gates(q: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> No
     if beta.shape != v.shape[:3]:
         expected = f"(B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
         raise fault(ShapeError, NAME, "beta", expected, shape_of(beta))
-    _check_device("beta", beta, q)
+    check_device(NAME, "beta", beta, "q", q)
     if decay is None:
         return
     check_tensor(NAME, "decay", decay, FLOATS)
     if decay.shape not in (v.shape[:3], (*v.shape[:3], q.shape[3])):
         expected = f"(B, N, H) or (B, N, H, D) with B = {batch}, N = {tokens}, H = {heads}, D = {q.shape[3]}"
         raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
-    _check_device("decay", decay, q)
+    check_device(NAME, "decay", decay, "q", q)
 
 
 def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -168,4 +150,4 @@ def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> Non
     check_tensor(NAME, "initial_state", state, FLOATS)
     if tuple(state.shape) != shape:
         raise fault(ShapeError, NAME, "initial_state", f"(S, H, D, E) = {shape}", shape_of(state))
-    _check_device("initial_state", state, q)
+    check_device(NAME, "initial_state", state, "q", q)

@@ -10,7 +10,6 @@ import torch
 
 from warploom.errors import (
     ArgumentError,
-    DeviceError,
     DtypeError,
     ShapeError,
     dtype_of,
@@ -18,8 +17,12 @@ from warploom.errors import (
     shape_of,
 )
 from warploom.runtime.arguments import (
+    COUNTS,
     FLOATS,
     LARGEST,
+    check_alike,
+    check_cu_seqlens,
+    check_device,
     check_number,
     check_tensor,
     first_given,
@@ -90,8 +93,7 @@ def check_into(name: str, tensors: Tensors, options: tuple[Any, ...], number: in
     expected = (*q.shape[:3], v.shape[3])
     if tuple(out.shape) != expected:
         raise fault(ShapeError, name, "out", f"(B, N, Hq, E) = {expected}", shape_of(out))
-    if out.device != q.device:
-        raise fault(DeviceError, name, "out", f"on the device of q, {q.device}", out.device)
+    check_device(name, "out", out, "q", q)
     check_memory(name, "out", out)
     return call._replace(arrange=_with_both_into) if call.arrange else call
 
@@ -210,12 +212,7 @@ def beyond_kernels(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool, entries: int | None) -> None:
     """Checks q, k and v; ``entries``: those of a cache on which queries are packed."""
-    for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(NAME, argument, tensor, FLOATS)
-        if tensor.dtype != q.dtype:
-            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
-        if tensor.device != q.device:
-            raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
+    check_alike(NAME, q=q, k=k, v=v)
     if q.dim() != 4 or q.shape[-1] == 0:
         raise fault(ShapeError, NAME, "q", "(B, N, Hq, D) with D ≥ 1", shape_of(q))
     _, _, heads, features = q.shape
@@ -261,17 +258,15 @@ def _check_sink(q: Tensor, sink: Tensor) -> None:
     check_tensor(NAME, "sink", sink, FLOATS)
     if sink.shape != (q.shape[2],):
         raise fault(ShapeError, NAME, "sink", f"(Hq,) with Hq = {q.shape[2]}", shape_of(sink))
-    if sink.device != q.device:
-        raise fault(DeviceError, NAME, "sink", f"on the device of q, {q.device}", sink.device)
+    check_device(NAME, "sink", sink, "q", q)
 
 
 def _check_used(q: Tensor, seqused_k: Tensor, entries: int | None) -> None:
-    check_tensor(NAME, "seqused_k", seqused_k, (torch.int32, torch.int64))
+    check_tensor(NAME, "seqused_k", seqused_k, COUNTS)
     number, letter = (q.shape[0], "B") if entries is None else (entries, "S")
     if seqused_k.shape != (number,):
         raise fault(ShapeError, NAME, "seqused_k", f"({letter},) with {letter} = {number}", shape_of(seqused_k))
-    if seqused_k.device != q.device:
-        raise fault(DeviceError, NAME, "seqused_k", f"on the device of q, {q.device}", seqused_k.device)
+    check_device(NAME, "seqused_k", seqused_k, "q", q)
 
 
 def _check_pages(q: Tensor, block_table: Tensor, seqused_k: Tensor | None, entries: int | None) -> None:
@@ -280,20 +275,15 @@ def _check_pages(q: Tensor, block_table: Tensor, seqused_k: Tensor | None, entri
     if block_table.dim() != 2 or block_table.shape[0] != number:
         expected = f"({letter}, P) with {letter} = {number}"
         raise fault(ShapeError, NAME, "block_table", expected, shape_of(block_table))
-    if block_table.device != q.device:
-        raise fault(DeviceError, NAME, "block_table", f"on the device of q, {q.device}", block_table.device)
+    check_device(NAME, "block_table", block_table, "q", q)
     if seqused_k is None:
         raise fault(ArgumentError, NAME, "seqused_k", "given where there is a block_table", None)
 
 
 def _check_bounds(q: Tensor, argument: str, bounds: Tensor) -> None:
-    check_tensor(NAME, argument, bounds, (torch.int32, torch.int64))
-    if bounds.dim() != 1 or bounds.shape[0] < 2:
-        raise fault(ShapeError, NAME, argument, "(S + 1,) with S ≥ 1", shape_of(bounds))
-    if bounds.device != q.device:
-        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", bounds.device)
+    check_cu_seqlens(NAME, argument, bounds, "q", q)
     if q.dim() == 4 and q.shape[0] != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens are given", shape_of(q))
+        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
 
 
 def _check_sequences(

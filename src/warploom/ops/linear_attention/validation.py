@@ -7,9 +7,19 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
 from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
-from warploom.runtime.arguments import FLOATS, LARGEST, check_number, check_tensor, format_value, is_int, is_within
+from warploom.runtime.arguments import (
+    FLOATS,
+    LARGEST,
+    check_alike,
+    check_cu_seqlens,
+    check_device,
+    check_number,
+    check_offset,
+    check_tensor,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_decays, check_positions
@@ -19,7 +29,6 @@ Tensor = torch.Tensor
 NAME = "linear_attention"
 Encoding = Literal["none", "rotate", "cosine"]
 Activation = Literal["none", "relu", "sigmoid", "silu", "softmax"]
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 256
 """Features of an encoded query or key, and of a value, that the kernels hold on chip at once."""
 MAX_TOKENS = 2**31 - 2**12
@@ -49,7 +58,11 @@ def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any
     if interleaved and encoding != "rotate":
         raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
     _check_theta(q, theta, encoding)
-    _check_positions(q, offset, offsets, cu_seqlens)
+    check_offset(NAME, offset, offsets, "q", q)
+    if cu_seqlens is not None:
+        check_cu_seqlens(NAME, "cu_seqlens", cu_seqlens, "q", q)
+        if q.shape[0] != 1:
+            raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
     _check_decay(q, decay)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     features = q.shape[-1] * (2 if encoding == "cosine" else 1)
@@ -98,17 +111,8 @@ def _beyond_kernels(q: Tensor, v: Tensor, features: int, scale: float | None) ->
     return None
 
 
-def _check_device(argument: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise fault(DeviceError, NAME, argument, f"on the device of q, {q.device}", tensor.device)
-
-
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for argument, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(NAME, argument, tensor, FLOATS)
-        if tensor.dtype != q.dtype:
-            raise fault(DtypeError, NAME, argument, f"a tensor of the dtype of q, {dtype_of(q)}", dtype_of(tensor))
-        _check_device(argument, tensor, q)
+    check_alike(NAME, q=q, k=k, v=v)
     if q.dim() != 4 or q.shape[-1] == 0:
         raise fault(ShapeError, NAME, "q", "(B, N, H, D) with D ≥ 1", shape_of(q))
     if k.shape != q.shape:
@@ -136,29 +140,7 @@ def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
     if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= features:
         expected = f"(H, F), (1, F) or (F,) with H = {heads} and 1 ≤ F ≤ {features}"
         raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
-    _check_device("theta", theta, q)
-
-
-def _check_positions(q: Tensor, offset: Any, offsets: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    batch, tokens = q.shape[:2]
-    if offsets is not None:
-        check_tensor(NAME, "offset", offsets, _INTEGERS)
-        if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != batch):
-            raise fault(ShapeError, NAME, "offset", f"() or (B,) with B = {batch}", shape_of(offsets))
-        _check_device("offset", offsets, q)
-    elif not is_int(offset):
-        raise fault(DtypeError, NAME, "offset", "an int or an integer tensor", repr(offset))
-    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
-        expected = "such that all positions are below 2**31 in size"
-        raise fault(ArgumentError, NAME, "offset", expected, format_value(offset))
-    if cu_seqlens is None:
-        return
-    check_tensor(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, NAME, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
-    if batch != 1:
-        raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
-    _check_device("cu_seqlens", cu_seqlens, q)
+    check_device(NAME, "theta", theta, "q", q)
 
 
 def _check_decay(q: Tensor, decay: Tensor | None) -> None:
@@ -169,7 +151,7 @@ def _check_decay(q: Tensor, decay: Tensor | None) -> None:
         batch, tokens, heads, _ = q.shape
         expected = f"(H,) or (B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
         raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
-    _check_device("decay", decay, q)
+    check_device(NAME, "decay", decay, "q", q)
 
 
 def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -179,4 +161,4 @@ def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> Non
     if tuple(state.shape) != shape:
         expected = f"(S, H, F, E) = {shape}"
         raise fault(ShapeError, NAME, "initial_state", expected, shape_of(state))
-    _check_device("initial_state", state, q)
+    check_device(NAME, "initial_state", state, "q", q)

@@ -7,10 +7,21 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
-from warploom.runtime.arguments import FLOATS, LARGEST, check_tensor, format_value, is_int, is_within
+from warploom.runtime.arguments import (
+    FLOATS,
+    INTEGERS,
+    LARGEST,
+    check_cu_seqlens,
+    check_device,
+    check_offset,
+    check_tensor,
+    format_value,
+    is_int,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.values import check_bounds, check_positions
@@ -19,7 +30,6 @@ Tensor = torch.Tensor
 
 Activation = Literal["none", "relu", "sigmoid", "silu", "softmax", "softmax_sequence"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_FEATURES = 8192
 """Features of one head that the kernels hold on chip at once."""
 MAX_ROWS = 2**31 - 2**12
@@ -53,14 +63,7 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
         raise fault(DtypeError, name, "prefix", "an int", repr(prefix))
     if prefix != 0 and not 0 <= prefix <= tokens:
         raise fault(ArgumentError, name, "prefix", f"between 0 and N = {tokens}", format_value(prefix))
-    if offsets is not None:
-        _check_offset_tensor(name, x, offsets)
-    elif not is_int(offset):
-        raise fault(DtypeError, name, "offset", "an int or an integer tensor", repr(offset))
-    elif not (offset >= -LARGEST and is_within(offset + tokens - 1, LARGEST)):
-        raise fault(
-            ArgumentError, name, "offset", "such that all positions are below 2**31 in size", format_value(offset)
-        )
+    check_offset(name, offset, offsets, "x", x)
     moved = offsets is not None or offset != 0
     if position_ids is not None:
         _check_position_ids(name, x, position_ids)
@@ -68,7 +71,9 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
         for argument in (argument for argument, there in others.items() if there):
             raise fault(ArgumentError, name, argument, "left out when position_ids are given", "both")
     if cu_seqlens is not None:
-        _check_cu_seqlens(name, x, cu_seqlens)
+        check_cu_seqlens(name, "cu_seqlens", cu_seqlens, "x", x)
+        if x.shape[0] != 1:
+            raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", shape_of(x))
         if grid is not None:
             raise fault(ArgumentError, name, "grid", "left out when cu_seqlens is given", "both")
     if grid is not None:
@@ -121,7 +126,7 @@ def _check_x_theta(name: str, x: Tensor, theta: Tensor) -> None:
     if theta.dim() not in (1, 2) or theta.shape[-1] == 0 or 1 != rows != heads:
         expected = f"(H, E), (1, E) or (E,) with H = {heads} and E ≥ 1"
         raise fault(ShapeError, name, "theta", expected, shape_of(theta))
-    _check_device(name, "theta", theta, x)
+    check_device(name, "theta", theta, "x", x)
 
 
 def _check_frequencies(
@@ -138,30 +143,14 @@ def _check_frequencies(
         raise fault(ShapeError, name, "theta", expected, shape_of(theta))
 
 
-def _check_offset_tensor(name: str, x: Tensor, offset: Tensor) -> None:
-    check_tensor(name, "offset", offset, _INTEGERS)
-    if offset.dim() > 1 or (offset.dim() == 1 and offset.shape[0] != x.shape[0]):
-        raise fault(ShapeError, name, "offset", f"() or (B,) with B = {x.shape[0]}", shape_of(offset))
-    _check_device(name, "offset", offset, x)
-
-
 def _check_position_ids(name: str, x: Tensor, position_ids: Tensor) -> None:
-    check_tensor(name, "position_ids", position_ids, _INTEGERS)
+    check_tensor(name, "position_ids", position_ids, INTEGERS)
     batch, tokens = x.shape[:2]
     shape = tuple(position_ids.shape)
     if shape != (tokens,) and (len(shape) not in (2, 3) or shape[:2] != (batch, tokens) or 0 in shape[2:]):
         expected = f"(N,), (B, N) or (B, N, k) with B = {batch}, N = {tokens}"
         raise fault(ShapeError, name, "position_ids", expected, shape)
-    _check_device(name, "position_ids", position_ids, x)
-
-
-def _check_cu_seqlens(name: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    check_tensor(name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
-    if x.shape[0] != 1:
-        raise fault(ShapeError, name, "x", "of batch size 1 when cu_seqlens is given", shape_of(x))
-    _check_device(name, "cu_seqlens", cu_seqlens, x)
+    check_device(name, "position_ids", position_ids, "x", x)
 
 
 def _check_grid(name: str, grid: Any, prefix: int, tokens: int) -> None:
@@ -172,8 +161,3 @@ def _check_grid(name: str, grid: Any, prefix: int, tokens: int) -> None:
     if prefix + math.prod(grid) != tokens:
         expected, got = f"such that prefix + n₁⋯n_k = N = {tokens}", format_value(tuple(grid))
         raise fault(ShapeError, name, "grid", expected, f"{prefix} + {format_value(math.prod(grid))} for {got}")
-
-
-def _check_device(name: str, argument: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise fault(DeviceError, name, argument, f"on the device of x, {x.device}", tensor.device)

@@ -7,10 +7,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.ops.flash_attention.validation import MAX_FEATURES, MAX_PLACES, beyond_kernels
 from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
-from warploom.runtime.arguments import FLOATS, check_number, check_tensor, is_within
+from warploom.runtime.arguments import (
+    COUNTS,
+    FLOATS,
+    check_cu_seqlens,
+    check_device,
+    check_number,
+    check_tensor,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds, check_lengths
 
@@ -103,8 +111,7 @@ def _check_factors(
         factor = check_tensor(name, argument, factor, FLOATS)
         if factor.dtype != bq.dtype:
             raise fault(DtypeError, name, argument, f"of the dtype of bq, {dtype_of(bq)}", dtype_of(factor))
-        if factor.device != bq.device:
-            raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", factor.device)
+        check_device(name, argument, factor, "bq", bq)
     if bq.dim() != 4 or 0 in bq.shape[2:]:
         expected = "(B, N, H, D) without aq" if aq is None else "(B, N, Rq, D)"
         raise fault(ShapeError, name, "bq", f"{expected}, with no size of 0 but B and N", shape_of(bq))
@@ -156,9 +163,7 @@ def _fill_scales(name: str, aq: Tensor | None, sizes: _Sizes, given: Sequence[fl
 
 
 def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) -> None:
-    _check_lengths(name, "cu_seqlens", cu_seqlens, bq)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise fault(ShapeError, name, "cu_seqlens", "(S + 1,) with S ≥ 1", shape_of(cu_seqlens))
+    check_cu_seqlens(name, "cu_seqlens", cu_seqlens, "bq", bq)
     if sizes.batch != 1:
         raise fault(ShapeError, name, "bq", "of batch size 1 when cu_seqlens is given", shape_of(bq))
     if sizes.tokens != sizes.keys:
@@ -167,9 +172,8 @@ def _check_cu_seqlens(name: str, sizes: _Sizes, cu_seqlens: Tensor, bq: Tensor) 
 
 
 def _check_lengths(name: str, argument: str, lengths: Tensor, bq: Tensor) -> None:
-    check_tensor(name, argument, lengths, (torch.int32, torch.int64))
-    if lengths.device != bq.device:
-        raise fault(DeviceError, name, argument, f"on the device of bq, {bq.device}", lengths.device)
+    check_tensor(name, argument, lengths, COUNTS)
+    check_device(name, argument, lengths, "bq", bq)
 
 
 def _beyond_attention(sizes: _Sizes) -> str | None:
