@@ -267,8 +267,8 @@ def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, dev
     outputs, found = run(operator, inputs, backend)
     traced = compiled(**inputs, backend=backend)
     traced_gradients = compute_gradients(traced, inputs, draw_like(traced)) if find_leaves(inputs) else {}
-    if backend == "torch" and "cu_seqlens" in case:
-        # Traced code cannot read lengths: its products have other sizes, and so a BLAS may add in other orders.
+    if backend == "torch":
+        # Traced products may have other sizes and strides, for which a BLAS adds in other orders.
         torch.testing.assert_close(outputs, as_tuple(traced))
         torch.testing.assert_close(found, tuple(traced_gradients.values()))
     else:

@@ -310,7 +310,8 @@ def test_keys_that_are_all_the_same(dtype: torch.dtype, backend: str, device: to
     v = torch.randn(1, 100, 1, 16, device=device).to(dtype)
     for beta in (torch.ones(1, 100, 1, device=device), torch.zeros(1, 100, 1, device=device)):
         out = delta_attention(k, k, v, beta, scale=1.0, backend=backend)
-        accuracy = 1e-5 if dtype == torch.float32 else 3e-2
+        # A state is a sum of up to 64 differences of values, each rounded: in bfloat16 to 2^-8 of about 2.
+        accuracy = 1e-5 if dtype == torch.float32 else 8e-2
         torch.testing.assert_close(out.float(), v * beta[..., None], rtol=accuracy, atol=accuracy)
 
 

@@ -215,13 +215,15 @@ def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, dev
 
 @backends
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-@pytest.mark.parametrize("options", [{"n": 1}, {"n": 20, "window": (30, 3), "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"n": 1, "causal": True}, {"n": 20, "window": (30, 3), "softcap": 3.0}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_in_pages(
     dtype: torch.dtype, options: dict[str, Any], page_size: int, backend: str, device: torch.device
 ) -> None:
     """Any page holds any keys of any entry; what no table names, or lies behind the used keys, is not read."""
-    inputs = random_inputs(device, m=80, batch=3, heads=4, key_heads=2, d=24, causal=True, dtype=dtype, **options)
+    inputs = random_inputs(device, m=80, batch=3, heads=4, key_heads=2, d=24, dtype=dtype, **options)
     q, k, v = (inputs.pop(name).detach() for name in ("q", "k", "v"))
     inputs |= {"seqused_k": torch.tensor([77, 5, 0], device=device), "return_lse": True, "backend": backend}
     inputs["sink"] = torch.linspace(-1, 1, 4, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import phase_accuracy
@@ -64,12 +63,6 @@ def test_the_command_stores_the_table_and_rewrites_the_section(
     text = copy.read_text(encoding="utf-8")
     assert out.split("\n\n")[0] in text
 
-    file = tmp_path / phase_accuracy.FILE
-    stale = json.loads(file.read_text(encoding="utf-8")) | {"fingerprint": "other"}
-    file.write_text(json.dumps(stale))
-    monkeypatch.setattr(phase_accuracy, "_fingerprint", lambda: "present")  # in the interpreter it is not known
-    phase_accuracy.update(copy, file)
-    assert "There is no measurement of the present code yet" in copy.read_text(encoding="utf-8")
     copy.write_text("no marks", encoding="utf-8")
     with pytest.raises(ArgumentError, match="must hold the marks"):
         phase_accuracy.main(tmp_path, "torch")

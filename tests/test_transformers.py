@@ -19,7 +19,7 @@ import torch
 from warploom import flash_attention
 from warploom.errors import ArgumentError, BackendError, DtypeError
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from transformers import masking_utils  # noqa: E402
 

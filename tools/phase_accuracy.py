@@ -19,7 +19,6 @@ from texts import markdown_table, replace_between
 
 from warploom import lrpe_cosine
 from warploom.bench.environment import describe_environment, device_name, environment_id
-from warploom.bench.fingerprint import UNKNOWN, of_calls
 from warploom.bench.storage import replace_text
 from warploom.runtime.backend import Backend, use_triton
 
@@ -65,16 +64,10 @@ def measure_phase(device: torch.device, backend: Backend = "auto") -> dict[str, 
         "device": device_name(environment),
         "head_dim": HEAD_DIM,
         "window": WINDOW,
-        "fingerprint": _fingerprint(),
+        "commit": environment.get("commit", "unknown"),
         "environment": environment_id(environment),
         "rows": [_row(x, base, position, backend) for base in BASES for position in POSITIONS],
     }
-
-
-def _fingerprint() -> str:
-    """Returns the fingerprint of the kernel on an H200: its arithmetic is the same on any GPU."""
-    x, theta = torch.empty(1, WINDOW, 1, HEAD_DIM // 2), torch.empty(HEAD_DIM // 2)
-    return of_calls(lambda: lrpe_cosine(x, theta, offset=1, backend="triton"), "sm_90/132")
 
 
 def _row(x: torch.Tensor, base: float, last: int, backend: Backend) -> dict[str, Any]:
@@ -102,21 +95,19 @@ def phase_table(measured: dict[str, Any]) -> str:
     said = (
         f"Largest error of cosine and sine against float64, over the {measured['head_dim'] // 2} frequencies of "
         f"{measured['head_dim']} features and the {measured['window']} positions up to the one named. "
-        f"warploom: `lrpe_cosine` in float32, backend {measured['backend']}, {measured['device']}."
+        f"warploom: `lrpe_cosine` in float32, backend {measured['backend']}, {measured['device']}, "
+        f"commit {measured['commit'][:7]}."
     )
     return f"{markdown_table(['base', 'position', *_METHODS.values()], rows, words=0)}\n\n{said}"
 
 
 def update(readme: Path, file: Path) -> None:
-    """Rewrite the section between the marks of a text by what is stored in a file, if that is of the present code.
+    """Rewrite the section between the marks of a text by what is stored in a file.
 
     Raises:
         ArgumentError: The text lacks a mark.
     """
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    is_fresh = _fingerprint() in (measured["fingerprint"], UNKNOWN)
-    section = phase_table(measured) if is_fresh else "There is no measurement of the present code yet."
-    replace_between(readme, BEGIN, END, section)
+    replace_between(readme, BEGIN, END, phase_table(json.loads(file.read_text(encoding="utf-8"))))
 
 
 def main(folder: Path, backend: Any = "auto") -> int:
