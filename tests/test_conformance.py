@@ -269,8 +269,9 @@ def test_compiled_equals_eager(operator: Operator, case: Case, backend: str, dev
     traced_gradients = compute_gradients(traced, inputs, draw_like(traced)) if find_leaves(inputs) else {}
     if backend == "torch":
         # Traced products may have other sizes and strides, for which a BLAS adds in other orders.
-        torch.testing.assert_close(outputs, as_tuple(traced))
-        torch.testing.assert_close(found, tuple(traced_gradients.values()))
+        for eager, other in zip((*outputs, *found), (*as_tuple(traced), *traced_gradients.values()), strict=True):
+            tolerance = 1e-4 if eager.element_size() > 2 else 1.6e-2
+            torch.testing.assert_close(other, eager, rtol=tolerance, atol=tolerance)
     else:
         assert same_bits(outputs, as_tuple(traced))
         assert same_bits(found, tuple(traced_gradients.values()))
