@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import unittest
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +23,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 import warploom.ops
 from warploom.cli import check, main
-from warploom.errors import WarploomError
+from warploom.errors import BackendWarning, WarploomError
 from warploom.ops import FOLDERS
 from warploom.testing.conformance import check_operator
 from warploom.testing.specs import load_specs
@@ -71,13 +72,20 @@ MEASURING = ("measuring.md", "writing-an-operator.md")
 """Pages with a bench, for which a share of a GPU is too small."""
 
 
+QUIET = pytest.mark.filterwarnings("error::warploom.BackendWarning")
+"""Examples run on a CPU without a warning of a slow way; those of all options of attention are for kernels."""
+
+
 @pytest.mark.usefixtures("_checkout")
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.alone] if path.name in MEASURING else []) for path in DOCUMENTS],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
+@QUIET
 def test_examples_run(path: Path) -> None:
+    if path.parent.name == "flash_attention":
+        warnings.simplefilter("default", BackendWarning)
     for example in SYBIL.parse(path).examples():
         try:
             example.evaluate()
@@ -217,6 +225,7 @@ WITHOUT_EXAMPLE = {
 @pytest.mark.parametrize(
     ("name", "thing"), public_things(), ids=lambda value: value if isinstance(value, str) else ""
 )
+@QUIET
 def test_the_example_of_a_docstring_runs(name: str, thing: object) -> None:
     text = inspect.getdoc(thing) or ""
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -33,16 +33,19 @@ def no_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def assert_defined(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Outputs and gradients are those of the definition, in float64."""
-    results = []
-    for backend in ("auto", "torch"):
-        inputs = [x.double().requires_grad_("block_table" not in options) for x in (q, k, v)]
-        out = flash_attention(*inputs, **options, backend=backend)
-        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        wanted = inputs if out.requires_grad else ()
-        results.append([out.detach(), *(torch.autograd.grad(out, wanted, weight) if wanted else ())])
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).abs().max() <= 1e-10
+    """Outputs, lse and gradients are those of the definition, in float64."""
+    for return_lse in (False, True):
+        results = []
+        for backend in ("auto", "torch"):
+            inputs = [x.double().requires_grad_("block_table" not in options) for x in (q, k, v)]
+            found: Any = flash_attention(*inputs, **options, return_lse=return_lse, backend=backend)
+            outs = found if return_lse else (found,)
+            weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape) for x in outs]
+            total = sum((x * w)[x.isfinite()].sum() for x, w in zip(outs, weights))  # a row without keys: −inf
+            grads = torch.autograd.grad(total, inputs) if outs[0].requires_grad else ()
+            results.append([*(x.detach() for x in outs), *grads])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,8 +71,8 @@ def test_packed_sequences_lengths_and_pages(causal: bool) -> None:
     assert_defined(torch.randn(2, 3, 4, 8), k, v, causal=causal, **pages)
 
 
-def test_masks_are_made_again_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "MASKS", 0)
+def test_masks_and_logits_are_made_again_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "KEPT", 0)
     q, k, v = torch.randn(2, 19, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8)
     assert_defined(q, k, v, causal=True)
 
@@ -84,6 +87,7 @@ def test_the_definition_has_no_part_in_training(monkeypatch: pytest.MonkeyPatch)
     out = flash_attention(*inputs, causal=True)
     assert torch.equal(out, theirs.transpose(1, 2))
     out.sum().backward()
+    flash_attention(*inputs, causal=True, return_lse=True)[1].sum().backward()
     a, b = torch.randn(1, 30, 2, 3, requires_grad=True), torch.randn(1, 30, 3, 8, requires_grad=True)
     tpa_attention(a, a, a, b, b, b, cu_seqlens=torch.tensor([0, 11, 30])).sum().backward()
 
@@ -91,20 +95,25 @@ def test_the_definition_has_no_part_in_training(monkeypatch: pytest.MonkeyPatch)
 def test_second_derivatives_are_the_definitions() -> None:
     inputs = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradgradcheck(lambda *x: flash_attention(*x, causal=True), inputs)
+    assert torch.autograd.gradgradcheck(lambda *x: flash_attention(*x, causal=True, return_lse=True), inputs)
 
 
 def test_numbers_that_are_not_finite_reach_what_they_reach() -> None:
     q, k, v = torch.randn(3, 1, 6, 2, 4)
     q[0, 3, 0, 0] = torch.nan
-    found, expected = (flash_attention(q, k, v, causal=True, backend=backend) for backend in ("auto", "torch"))
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert found.isnan().any()
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    found, expected = (flash_attention(q, k, v, **options, backend=backend) for backend in ("auto", "torch"))
+    for ours, theirs in zip(found, expected):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert ours.isnan().any()
+    packed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 6])}  # one sequence alone has NaN
+    found, expected = (flash_attention(q, k, v, **options, **packed, backend=b) for b in ("auto", "torch"))
+    assert all(torch.equal(ours.isnan(), theirs.isnan()) for ours, theirs in zip(found, expected))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"return_lse": True}, "does not have lse"),
         ({"softcap": 2.0}, "does not have a cap"),
         ({"sink": torch.zeros(2)}, "does not have sinks"),
         ({"scale": 0.0}, "does not take a scale or a size of 0"),

@@ -180,12 +180,14 @@ def _run_reference(
     q, options, return_lse = inputs.q, call.options, call.num_results == 2
     if options.bits == "chunks":
         raise BackendError(f"{NAME}: bits='chunks' is a promise of the kernels, which do not run here")
+    compute = fallback.define
     if backend == "auto" and not q.is_meta:
-        reason = fallback.obstacle(inputs, options, return_lse)
+        reason = fallback.obstacle(inputs, options)
         if reason is None:
-            return reorder_like(q, fallback.attend(inputs, options))
-        fallback.warn_of_definition(NAME, reason)
-    results = fallback.define(inputs, options, return_lse)
+            compute = fallback.attend
+        else:
+            fallback.warn_of_definition(NAME, reason)
+    results = compute(inputs, options, return_lse)
     if isinstance(results, Tensor):
         return reorder_like(q, results)
     return reorder_like(q, results[0]), make_dense(results[1])

@@ -2,13 +2,14 @@
 
 PyTorch's attention is causal with the first query at the first key, and knows neither windows nor packed sequences.
 So queries are cut: by sequences, by entries of a batch with lengths, and where a window or another alignment needs
-a mask into blocks, with the keys that a block sees. What it does not do at all is left to the definition.
+a mask into blocks, with the keys that a block sees. It returns no lse, which a second product of queries and keys
+gives, block by block. What it does not do at all is left to the definition.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +23,21 @@ from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOpti
 from warploom.runtime.modes import is_plain_eager, read_bounds
 
 Tensor = torch.Tensor
+Results = tuple[Tensor, ...]
+"""Attention, and lse if that is wanted."""
 
 BLOCK = 512
 """Queries of a block that has a mask."""
-MASKS = 2**24
-"""Elements of masks that are kept for the backward; more are made again there."""
+KEPT = 2**24
+"""Elements of masks or logits that are kept for the backward; more are made again there."""
 
 
-def obstacle(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> str | None:
+def obstacle(inputs: FlashInputs, options: FlashOptions) -> str | None:
     """Returns why PyTorch's own attention does not compute a call, or None."""
     q, k, has_sink = inputs.q, inputs.k, inputs.sink is not None
     if not is_plain_eager(*(x for x in inputs._replace(sink=None) if x is not None)):
         return "is for plain eager calls"
-    for option, there in (("lse", return_lse), ("sinks", has_sink), ("a cap", options.softcap is not None)):
+    for option, there in (("sinks", has_sink), ("a cap", options.softcap is not None)):
         if there:
             return f"does not have {option}"
     if options.scale == 0 or 0 in (*q.shape, *k.shape):
@@ -65,62 +68,64 @@ def define(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Any:
     )  # fmt: skip
 
 
-def attend(inputs: FlashInputs, options: FlashOptions) -> Tensor:
-    """Returns attention of a call without `obstacle`: (B, N, Hq, E)."""
+def attend(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Any:
+    """Returns attention of a call without `obstacle`: (B, N, Hq, E) [and lse (B, Hq, N)]."""
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return define(inputs._replace(q=q, k=k, v=v), options, False)  # type: ignore[no-any-return]
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        results = define(inputs._replace(q=q, k=k, v=v), options, return_lse)
+        return results if return_lse else (results,)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _cut(inputs._replace(q=q, k=k, v=v), options)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        return _cut(inputs._replace(q=q, k=k, v=v), options, return_lse)
 
     factors = inputs.q, inputs.k, inputs.v
     if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
-        return _Differentiable.apply(run, definition, *factors)  # type: ignore[no-any-return]
-    return run(*factors)
+        results = _Differentiable.apply(run, definition, *factors)
+    else:
+        results = run(*factors)
+    return results if return_lse else results[0]
 
 
 class _Differentiable(torch.autograd.Function):
     """PyTorch's attention with its gradients, and the definition's where someone wants a graph of these."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, definition: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Any, definition: Any, *inputs: Tensor) -> Results:
         ctx.inner = [x.detach().requires_grad_(wants) for x, wants in zip(inputs, ctx.needs_input_grad[2:])]
         with torch.enable_grad():
-            ctx.out = run(*ctx.inner)
+            ctx.results = run(*ctx.inner)
         ctx.definition = definition
         ctx.save_for_backward(*inputs)
-        return ctx.out.detach()  # type: ignore[no-any-return]
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in ctx.results)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, out, again = ctx.inner, ctx.out, torch.is_grad_enabled()
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, results, again = ctx.inner, ctx.results, torch.is_grad_enabled()
         saved = ctx.saved_tensors
         if again:
-            inputs, out = saved, ctx.definition(*saved)
+            inputs, results = saved, ctx.definition(*saved)
         wanted = [x for x, wants in zip(inputs, ctx.needs_input_grad[2:]) if wants]
-        options: dict[str, Any] = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
-        # Where no query sees a key, nothing depends on the inputs.
-        found = (
-            torch.autograd.grad(out, wanted, grad, **options)
-            if out.requires_grad
-            else map(torch.zeros_like, wanted)
-        )
+        given = [(x, grad) for x, grad in zip(results, grads) if grad is not None and x.requires_grad]
+        found: Iterable[Tensor] = map(torch.zeros_like, wanted)  # where no query sees a key
+        if given:
+            outputs, of_outputs = zip(*given)
+            options: dict[str, Any] = {"retain_graph": True, "create_graph": again, "materialize_grads": True}
+            found = torch.autograd.grad(outputs, wanted, of_outputs, **options)
         gradients = iter(found)
         return None, None, *(next(gradients) if wants else None for wants in ctx.needs_input_grad[2:])
 
 
-def _cut(inputs: FlashInputs, options: FlashOptions) -> Tensor:
-    """Returns the result of a call, taken one sequence or batch entry at a time where it has bounds or lengths."""
+def _cut(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Results:
+    """Returns the results of a call, taken one sequence or batch entry at a time where it has bounds or lengths."""
     q, k, v, seqused_k, block_table = inputs.q, inputs.k, inputs.v, inputs.seqused_k, inputs.block_table
     cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    rest = options, return_lse
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         queries, keys = _spans(cu_seqlens_q, q.shape[1]), _spans(cu_seqlens_k, k.shape[1])
-        parts = [_attend(q[:, i], k[:, j], v[:, j], options) for i, j in zip(queries, keys)]
-        rest = q.shape[1] - sum(part.shape[1] for part in parts)
-        return torch.cat((*parts, _zeros(q, v, rest)), 1)
+        return _join([_attend(q[:, i], k[:, j], v[:, j], *rest) for i, j in zip(queries, keys)], q)
     if seqused_k is None:
-        return _attend(q, k, v, options)
+        return _attend(q, k, v, *rest)
     if cu_seqlens_q is None:
         pieces = list(q.split(1))
     else:
@@ -135,10 +140,16 @@ def _cut(inputs: FlashInputs, options: FlashOptions) -> Tensor:
         else:
             pages = block_table[entry, : -(-used // size)].long().clamp(0, k.shape[0] - 1)
             own_k, own_v = (x[pages].flatten(0, 1)[None, :used] for x in (k, v))
-        parts.append(_attend(pieces[entry], own_k, own_v, options))
-    if cu_seqlens_q is None:
-        return torch.cat(parts)
-    return torch.cat((*parts, _zeros(q, v, q.shape[1] - sum(part.shape[1] for part in parts))), 1)
+        parts.append(_attend(pieces[entry], own_k, own_v, *rest))
+    if cu_seqlens_q is not None:
+        return _join(parts, q)
+    return tuple(map(torch.cat, zip(*parts)))
+
+
+def _join(parts: Sequence[Results], q: Tensor) -> Results:
+    """Returns the results of packed sequences in one tensor each, with 0 and −inf in rows that belong to none."""
+    each = zip(zip(*parts), (1, 2), (0.0, -torch.inf))  # of attention and of lse
+    return tuple(reference.with_tail(x, dim, q.shape[1], fill) for x, dim, fill in each)
 
 
 def _spans(cu_seqlens: Tensor, rows: int) -> Iterator[slice]:
@@ -150,45 +161,71 @@ def _spans(cu_seqlens: Tensor, rows: int) -> Iterator[slice]:
         begin = end
 
 
-def _zeros(q: Tensor, v: Tensor, rows: int) -> Tensor:
-    return q.new_zeros((q.shape[0], rows, q.shape[2], v.shape[3]))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
-    """Returns attention of one sequence, or of a batch of one length."""
-    left, right = options.left, options.right
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, return_lse: bool) -> Results:
+    """Returns attention of one sequence, or of a batch of one length, and lse (B, Hq, N) if that is wanted."""
+    left, right, scale = options.left, options.right, options.scale
     tokens, keys = q.shape[1], k.shape[1]
     blind = tokens if keys == 0 else 0  # the first queries, which see no key
     if right is not None and keys:
         blind = min(max(tokens - keys - right, 0), tokens)
     rows = tokens - blind
-    if rows == 0:
-        return _zeros(q, v, tokens)
-    if q.is_cpu and not all(bool(x.isfinite().all()) for x in (q, k, v)):  # of which it makes zeros in some rows
-        return reference.flash_attention(q, k, v, scale=options.scale, window=(left, right))  # type: ignore[return-value]
+    # PyTorch's on a CPU makes zeros of NaN in some rows.
+    if rows and q.is_cpu and not all(bool(x.isfinite().all()) for x in (q, k, v)):
+        defined = reference.flash_attention(q, k, v, scale=scale, window=(left, right), return_lse=True)
+        return defined if return_lse else defined[:1]  # type: ignore[return-value]
     left = None if left is None or left >= keys - 1 else left
     right = None if right is None or right >= rows - 1 else right
-    queries = q[:, blind:]
-    if right == 0 and left is None and rows == keys:
-        out = _attend_fused(queries, k, v, options.scale, None, True)
+    queries, window = q[:, blind:], (left, right, scale)
+    if rows == 0:
+        out = v.new_zeros((q.shape[0], 0, q.shape[2], v.shape[3]))
+    elif right == 0 and left is None and rows == keys:
+        out = _attend_fused(queries, k, v, scale, None, True)
     elif left is None and right is None:
-        out = _attend_fused(queries, k, v, options.scale, None, False)
+        out = _attend_fused(queries, k, v, scale, None, False)
     else:
-        again = torch.is_grad_enabled() and rows * keys > MASKS
-        arguments = [(queries[:, i : i + BLOCK], k, v, keys - rows + i) for i in range(0, rows, BLOCK)]
-        rest = (left, right, options.scale)
-        blocks = [
-            checkpoint(_block, *each, *rest, use_reentrant=False) if again else _block(*each, *rest)
-            for each in arguments
-        ]
-        out = torch.cat(blocks, 1)
-    return torch.cat((_zeros(q, v, blind), out), 1) if blind else out
+        out = torch.cat(_in_blocks(_block, 1, queries, k, v, *window), 1)
+    out = pad(out, (0, 0, 0, 0, blind, 0))
+    if not return_lse:
+        return (out,)
+    blocks = _in_blocks(_block_lse, q.shape[0] * q.shape[2], queries, k, *window)
+    lse = torch.cat(blocks, 2) if rows else out.new_zeros((*out.shape[:3:2], 0), dtype=_wide(q))
+    return out, pad(lse, (blind, 0), value=-torch.inf)
+
+
+def _in_blocks(block: Callable[..., Tensor], matrices: int, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+    """Returns what a function makes of queries, block by block; the last query is at the last key.
+
+    It keeps so many ``matrices`` of queries and keys for its backward.
+    """
+    rows, keys = q.shape[1], k.shape[1]
+    arguments = [(keys - rows + i, q[:, i : i + BLOCK], k, *rest) for i in range(0, rows, BLOCK)]
+    if torch.is_grad_enabled() and matrices * rows * keys > KEPT:
+        return [checkpoint(block, *each, use_reentrant=False) for each in arguments]
+    return [block(*each) for each in arguments]
 
 
 def _block(
-    q: Tensor, k: Tensor, v: Tensor, place: int, left: int | None, right: int | None, scale: float
+    place: int, q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float
 ) -> Tensor:  # fmt: skip
     """Returns attention of queries, the first at key ``place``, on the keys that any of them sees."""
+    keys, seen = _seen(place, q, k, left, right)
+    return _attend_fused(q, k[:, keys], v[:, keys], scale, seen, False)
+
+
+def _block_lse(place: int, q: Tensor, k: Tensor, left: int | None, right: int | None, scale: float) -> Tensor:
+    """Returns lse (B, Hq, n) of queries, the first at key ``place``, of the keys that any of them sees."""
+    keys, seen = _seen(place, q, k, left, right)
+    queries = q.to(_wide(q)).unflatten(2, (k.shape[2], -1)) * scale
+    logits = torch.einsum("bnhgd,bmhd->bhgnm", queries, k[:, keys].to(_wide(q)))
+    return logits.masked_fill(~seen, -torch.inf).logsumexp(-1).flatten(1, 2)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _seen(place: int, q: Tensor, k: Tensor, left: int | None, right: int | None) -> tuple[slice, Tensor]:
+    """Returns the keys that a block of queries sees, the first at key ``place``, and which query sees which."""
     end = place + q.shape[1]
     first = 0 if left is None else max(place - left, 0)
     last = k.shape[1] if right is None else min(end + right, k.shape[1])
@@ -198,7 +235,7 @@ def _block(
         seen &= distance >= -left
     if right is not None:
         seen &= distance <= right
-    return _attend_fused(q, k[:, first:last], v[:, first:last], scale, seen, False)
+    return slice(first, last), seen
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:

@@ -211,9 +211,9 @@ def _attention_in_torch(inputs: AttentionInputs, _: int, call: ValidatedCall, ba
         )
         formed = FlashInputs(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
         own = FlashOptions(None, 0 if options.causal else None, options.scale, None)
-        reason = fallback.obstacle(formed, own, False)
+        reason = fallback.obstacle(formed, own)
         if reason is None:
-            out = fallback.attend(formed, own)
+            out = fallback.attend(formed, own, False)
             if rows is not None and rows < bq.shape[1]:
                 out = torch.cat((out, out.new_zeros((1, bq.shape[1] - rows, *out.shape[2:]))), 1)
             return reorder_like(bq if aq is None else aq, out)
