@@ -11,6 +11,8 @@ import torch
 
 import warploom
 from warploom import (
+    ArgumentError,
+    DtypeError,
     LayoutWarning,
     UnknownArgumentError,
     append_kv,
@@ -19,10 +21,12 @@ from warploom import (
     linear_attention,
     lrpe_cosine,
     lrpe_rotate,
+    nn,
     tpa_attention,
     tpa_decode,
 )
 from warploom.distributed import context_parallel_attention, context_parallel_linear_attention
+from warploom.nn import TransformerConfig
 from warploom.runtime.names import OTHER_NAMES
 
 QKV: Any = torch.randn(3, 1, 3, 2, 4)
@@ -94,6 +98,114 @@ def test_arguments_by_position_say_what_to_write() -> None:
     )
     cos, sin = torch.ones(2, 3, 2)
     assert message(lrpe_rotate, QKV[0], cos, sin).endswith("are not needed: lrpe_rotate(x, theta)")
+
+
+UNTYPED: Any = nn
+CONFIG = TransformerConfig(vocab_size=16, context_length=8, d_model=8, d_ff=8, layers=1, heads=2)
+LAYERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
+    "Attention": (
+        nn.Attention,
+        (8, 2),
+        {"embed_dim": "d_model", "is_causal": "causal", "num_kv_heads": "kv_heads"},
+    ),
+    "LinearAttention": (nn.LinearAttention, (8, 2), {"num_heads": "heads", "rope_theta": "base"}),
+    "TensorProductAttention": (nn.TensorProductAttention, (8, 2), {"hidden_size": "d_model", "rank_qq": "rank_q"}),
+    "Block": (nn.Block, (8, 8, torch.nn.Identity()), {"intermediate_size": "d_ff", "rms_norm_eps": "norm_eps"}),
+    "SwiGLU": (nn.SwiGLU, (8, 8), {"hidden_dim": "d_ff", "d_inner": "d_model, d_ff"}),
+    "RotaryEmbedding": (nn.RotaryEmbedding, (8,), {"dim": "head_dim", "rope_scaling": "scaling"}),
+    "LRPE": (nn.LRPE, (2, 8), {"n_head": "heads", "axis": "axes"}),
+    "TransformerConfig": (TransformerConfig, (), {"n_layers": "layers", "block_size": "context_length"}),
+    "KVCache": (nn.KVCache, (), {"length": "capacity"}),
+    "PageTable": (nn.PageTable, (4,), {"num_pages": "pages"}),
+    "PagedKVCache": (nn.PagedKVCache, (nn.PageTable(4),), {"page_table": "table"}),
+    "TransformerLM": (nn.TransformerLM, (CONFIG,), {"configuration": "config"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_arguments_of_layers_say_what_to_write(name: str) -> None:
+    layer, sizes, others = LAYERS[name]
+    for other, own in others.items():
+        said = message(layer, *sizes, **{other: 1})
+        assert said.startswith(f"{name}: there is no argument {other}; ")
+        assert own in said.partition("; ")[2]
+    positional = [p for p in inspect.signature(layer).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert f"got {len(positional) + 1} by position" in message(layer, *[1] * (len(positional) + 1))
+    made = layer(*sizes)
+    if isinstance(made, torch.nn.Module):
+        x = torch.randint(16, (1, 3)) if name == "TransformerLM" else torch.randn(1, 3, 8)
+        assert message(made, x, attn_mask=None).startswith(
+            f"{name}: there is no argument attn_mask; there is no mask;"
+        )
+        assert "by position" in message(made, *[x] * 5)
+
+
+def test_arguments_of_sampling_say_what_to_write() -> None:
+    model = nn.TransformerLM(CONFIG)
+    prompt = torch.zeros(1, 2, dtype=torch.int64)
+    for function in (model.generate, model.stream):
+        said = message(function, prompt, 2, eos_token_id=3)
+        unknown = f"TransformerLM.{function.__name__}: there is no argument eos_token_id"
+        assert said == f"{unknown}; here it is stop: tokens that end a sequence"
+        assert "here it is prompt" in message(function, input_ids=prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    {
+        "Attention: d_model must be an int; got '8'": lambda: UNTYPED.Attention("8", 2),
+        "Attention: kv_heads must be an int; got 2.0": lambda: UNTYPED.Attention(8, 2, kv_heads=2.0),
+        "Attention: x must be a tensor; got list": lambda: UNTYPED.Attention(8, 2)([1.0]),
+        "Attention: x must be a tensor of float16, bfloat16, float32, float64; got int64": lambda: (
+            UNTYPED.Attention(8, 2)(torch.zeros(1, 2, 8, dtype=torch.int64))
+        ),
+        "Attention: context must be a tensor; got int": lambda: UNTYPED.Attention(8, 2, context_dim=8)(
+            torch.zeros(1, 2, 8), context=3
+        ),
+        "LinearAttention: layer must be an int; got '0'": lambda: UNTYPED.LinearAttention(8, 2, layer="0"),
+        "Block: attention must be a layer; got str": lambda: UNTYPED.Block(8, 8, "flash"),
+        "SwiGLU: d_ff must be an int; got 8.0": lambda: UNTYPED.SwiGLU(8, 8.0),
+        "RotaryEmbedding: head_dim must be an int; got None": lambda: UNTYPED.RotaryEmbedding(None),
+        "RotaryEmbedding: base must be a number; got 'ten'": lambda: UNTYPED.RotaryEmbedding(8, base="ten"),
+        "LRPE: axes must be an int; got True": lambda: UNTYPED.LRPE(2, 8, axes=True),
+        "PageTable: pages must be an int; got 4.5": lambda: UNTYPED.PageTable(4.5),
+        "TransformerConfig: norm_eps must be a number; got None": lambda: UNTYPED.TransformerConfig(norm_eps=None),
+        "TransformerLM: config must be a TransformerConfig; got str": lambda: UNTYPED.TransformerLM("sm"),
+        "TransformerLM: tokens must be an integer tensor; got list": lambda: UNTYPED.TransformerLM(CONFIG)([[1]]),
+    }.items(),
+    ids=lambda value: value.partition(";")[0] if isinstance(value, str) else "",
+)
+def test_wrong_types_in_layers_are_named(text: str, call: Any) -> None:
+    with pytest.raises(DtypeError, match=f"^{re.escape(text)}$"):
+        call()
+
+
+def test_tokens_that_are_in_no_vocabulary_are_named() -> None:
+    model = nn.TransformerLM(CONFIG)
+    tokens = torch.tensor([[3, 15]])
+    assert model(tokens, torch.tensor([[0, -100]])).loss is not None
+    for wrong in (16, -1):
+        bad = torch.tensor([[3, wrong]])
+        for argument, call in (
+            ("tokens", lambda: model(bad)),  # noqa: B023
+            ("tokens", lambda: model.generate(bad, 2)),  # noqa: B023
+            ("targets", lambda: model(tokens, bad)),  # noqa: B023
+        ):
+            with pytest.raises(
+                ArgumentError, match=f"{argument} must be of tokens below vocab_size = 16; got {wrong}"
+            ):
+                call()
+
+
+@pytest.mark.gpu
+def test_tokens_on_a_gpu_are_checked_on_request(device: torch.device) -> None:
+    model, bad = nn.TransformerLM(CONFIG).to(device), torch.tensor([[16]], device=device)
+    warploom.check_values(True)
+    try:
+        with pytest.raises(ArgumentError, match="tokens must be of tokens below vocab_size = 16; got 16"):
+            model(bad)
+    finally:
+        warploom.check_values(False)
 
 
 def test_the_guide_has_the_names() -> None:

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from warploom import flash_attention
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
-from warploom.nn.common import check_call, check_sizes, settle_head_dim
+from warploom.nn.common import check_call, check_ints, check_sizes, settle_head_dim
 from warploom.nn.paged_cache import PagedKVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
-from warploom.runtime.arguments import bounds_of_itself, check_one_form, first_given
+from warploom.runtime.arguments import FLOATS, bounds_of_itself, check_one_form, check_tensor, first_given
 from warploom.runtime.backend import use_triton
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
@@ -26,6 +27,7 @@ NORM_EPS = 1e-6
 """Epsilon of the norms of queries and keys."""
 
 
+@name_arguments
 class Attention(nn.Module):
     """Multi-head attention with grouped queries: of a sequence to itself, or to another one.
 
@@ -103,6 +105,7 @@ class Attention(nn.Module):
         super().__init__()
         head_dim = settle_head_dim("Attention", d_model, heads, head_dim)
         kv_heads = heads if kv_heads is None else kv_heads
+        check_ints("Attention", kv_heads=kv_heads)
         if kv_heads < 1 or heads % kv_heads:
             raise fault(ArgumentError, "Attention", "kv_heads", f"a divisor of heads = {heads}", kv_heads)
         _check_position(position, kv_heads, head_dim, causal)
@@ -226,6 +229,8 @@ class Attention(nn.Module):
         if (context is None) != (self.context_dim is None):
             expected = "None in a layer without context_dim" if self.context_dim is None else "(B, M, context_dim)"
             raise fault(ArgumentError, "Attention", "context", expected, "None" if context is None else "a tensor")
+        if context is not None:
+            check_tensor("Attention", "context", context, FLOATS)
         if context is not None and (context.dim() != 3 or context.shape[-1] != self.context_dim):
             expected = f"(B, M, context_dim) with context_dim = {self.context_dim}"
             raise fault(ShapeError, "Attention", "context", expected, tuple(context.shape))

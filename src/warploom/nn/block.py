@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from warploom.errors import ArgumentError, fault
+from warploom.errors import ArgumentError, DtypeError, fault
 from warploom.nn.attention import Attention
+from warploom.nn.common import check_sizes
 from warploom.nn.mlp import SwiGLU
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
 
+@name_arguments
 class Block(nn.Module):
     """``x + attention(norm(x))``, ``x + mlp(norm(x))``, and attention to another sequence in between, if any.
 
@@ -27,6 +30,10 @@ class Block(nn.Module):
         norm_eps: Epsilon of the norms.
 
     Shapes: ``(B, N, d_model)`` to ``(B, N, d_model)``.
+
+    Raises:
+        ArgumentError: A size is not positive.
+        DtypeError: An argument has the wrong type.
 
     Example:
         ```python
@@ -50,6 +57,10 @@ class Block(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        check_sizes("Block", d_model=d_model, d_ff=d_ff)
+        for argument, layer in (("attention", attention), ("cross", cross)):
+            if layer is not None and not isinstance(layer, nn.Module):
+                raise fault(DtypeError, "Block", argument, "a layer", type(layer).__name__)
         self.attention_norm = nn.RMSNorm(d_model, norm_eps)
         self.attention = attention
         self.cross = cross

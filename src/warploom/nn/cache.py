@@ -10,6 +10,7 @@ import torch
 
 from warploom.errors import ArgumentError, DeviceError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import as_python, check_tensor, is_int
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
@@ -145,6 +146,7 @@ def _leave_inference_mode() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False)
 
 
+@name_arguments
 class TokenCache(_Cache):
     """Tensors ``(B, tokens, ·, ·)`` that grow along the tokens, with a length for each entry of the batch.
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
+from warploom.runtime.arguments import FLOATS, as_python, check_tensor, is_int
 
 
-def check_sizes(layer: str, **sizes: int) -> None:
-    """Raise unless every size is positive."""
+def check_ints(layer: str, /, **numbers: object) -> None:
+    """Raise unless every number is an int."""
+    for argument, number in numbers.items():
+        if not is_int(as_python(number)):
+            raise fault(DtypeError, layer, argument, "an int", repr(number))
+
+
+def check_sizes(layer: str, /, **sizes: Any) -> None:
+    """Raise unless every size is a positive int."""
+    check_ints(layer, **sizes)
     for argument, size in sizes.items():
         if size < 1:
             raise fault(ArgumentError, layer, argument, "positive", size)
@@ -26,6 +37,7 @@ def check_call(
     layer: str, x: Tensor, d_model: int, cache: object, kind: type, cu_seqlens: Tensor | None, causal: bool = True
 ) -> None:
     """Raise unless ``x`` is (B, N, d_model), and a cache fits the layer, which is causal, without sequences."""
+    check_tensor(layer, "x", x, FLOATS)
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise fault(ShapeError, layer, "x", f"(B, N, d_model) with d_model = {d_model}", tuple(x.shape))
     if cache is not None and not isinstance(cache, kind):

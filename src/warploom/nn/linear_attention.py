@@ -12,14 +12,16 @@ from torch import nn
 from warploom import linear_attention
 from warploom.errors import ArgumentError, fault
 from warploom.nn.cache import StateCache
-from warploom.nn.common import check_call, check_sizes, reset_linear, settle_head_dim
+from warploom.nn.common import check_call, check_ints, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import LRPE
 from warploom.ops.linear_attention.validation import Activation, Encoding
 from warploom.runtime.backend import Backend
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
 
+@name_arguments
 class LinearAttention(nn.Module):
     """Causal self-attention without a softmax, with LRPE of queries and keys, and a gate on the output.
 
@@ -93,6 +95,7 @@ class LinearAttention(nn.Module):
         head_dim = settle_head_dim("LinearAttention", d_model, heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
         check_sizes("LinearAttention", value_dim=value_dim, layers=layers)
+        check_ints("LinearAttention", layer=layer)
         if not 0 <= layer < layers:
             raise fault(ArgumentError, "LinearAttention", "layer", f"0 … {layers - 1}", layer)
         if position not in get_args(Encoding):

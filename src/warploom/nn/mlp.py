@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from warploom.nn.common import check_sizes
+from warploom.runtime.names import name_arguments
 
+
+@name_arguments
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) ⊙ up(x))``, with gate and up in one matrix product.
 
@@ -18,6 +22,10 @@ class SwiGLU(nn.Module):
             rows of gate come first.
 
     Shapes: ``(…, d_model)`` to ``(…, d_model)``.
+
+    Raises:
+        ArgumentError: A size is not positive.
+        DtypeError: A size is not an int.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 
@@ -32,6 +40,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
+        check_sizes("SwiGLU", d_model=d_model, d_ff=d_ff)
         self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
         self.grouped = 0

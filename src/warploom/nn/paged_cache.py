@@ -11,10 +11,12 @@ import torch
 from warploom import append_kv
 from warploom.errors import ArgumentError, fault
 from warploom.nn.common import check_sizes
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
 
+@name_arguments
 class PageTable:
     """The pages of each sequence that a server answers, shared by the caches of all layers of a model.
 
@@ -154,6 +156,7 @@ class PageTable:
             raise fault(ArgumentError, f"PageTable.{what}", "sequence", "one of the table", repr(sequence))
 
 
+@name_arguments
 class PagedKVCache:
     """Keys and values that an `Attention` layer has seen, in pages of sequences of any lengths.
 

@@ -10,11 +10,14 @@ from torch import nn
 
 from warploom import lrpe_cosine, lrpe_rotate
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
+from warploom.nn.common import check_ints, check_sizes
 from warploom.nn.fully_shard import ShardedFrequencies, gather, is_called_by_fsdp, shard, shard_like
 from warploom.nn.rope_scaling import Scaling, check_scaling, scale_frequencies
 from warploom.ops.lrpe.validation import Activation
+from warploom.runtime.arguments import as_python, check_number
 from warploom.runtime.backend import Backend
 from warploom.runtime.modes import is_plain_eager
+from warploom.runtime.names import name_arguments
 from warploom.runtime.sharding import is_sharded
 
 Tensor = torch.Tensor
@@ -32,6 +35,7 @@ class _Frequencies(nn.Module):
 
     def __init__(self, rows: int, features: int, base: float, learnable: bool, persistent: bool = False) -> None:
         super().__init__()
+        check_number(type(self).__name__, "base", as_python(base))
         if not base > 0:
             raise fault(ArgumentError, type(self).__name__, "base", "positive", base)
         self.base = base
@@ -118,6 +122,7 @@ class _Frequencies(nn.Module):
             self.reset_parameters()
 
 
+@name_arguments
 class RotaryEmbedding(_Frequencies):
     """RoPE: each pair of features is rotated by its position times its frequency.
 
@@ -172,6 +177,7 @@ class RotaryEmbedding(_Frequencies):
         length: int | None = None,
     ) -> None:
         turning = head_dim if rotary_dim is None else rotary_dim
+        check_ints("RotaryEmbedding", head_dim=head_dim, rotary_dim=turning)
         if head_dim < 2 or head_dim % 2:
             raise fault(ArgumentError, "RotaryEmbedding", "head_dim", "even and positive", head_dim)
         if turning % 2 or not 2 <= turning <= head_dim:
@@ -240,6 +246,7 @@ class RotaryEmbedding(_Frequencies):
         return f"{sizes}, {super().extra_repr()}, interleaved={self.interleaved}"
 
 
+@name_arguments
 class LRPE(_Frequencies):
     """Linearized relative positional encoding with a row of learnable frequencies for every head.
 
@@ -296,12 +303,10 @@ class LRPE(_Frequencies):
     ) -> None:
         if kind not in ("cosine", "rotate"):
             raise fault(ArgumentError, "LRPE", "kind", "rotate or cosine", repr(kind))
-        if heads < 1:
-            raise fault(ArgumentError, "LRPE", "heads", "positive", heads)
+        check_sizes("LRPE", heads=heads, axes=axes)
+        check_ints("LRPE", head_dim=head_dim)
         if head_dim < 1 or (kind == "rotate" and head_dim % 2):
             raise fault(ArgumentError, "LRPE", "head_dim", "positive, and even for rotate", head_dim)
-        if axes < 1:
-            raise fault(ArgumentError, "LRPE", "axes", "positive", axes)
         angles = head_dim if kind == "cosine" else head_dim // 2
         super().__init__(heads, -(-angles // axes), base, learnable)
         self.kind: Literal["rotate", "cosine"] = kind

@@ -10,10 +10,12 @@ from warploom.nn.cache import FactorCache
 from warploom.nn.common import check_call, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import RotaryEmbedding
 from warploom.runtime.backend import Backend
+from warploom.runtime.names import name_arguments
 
 Tensor = torch.Tensor
 
 
+@name_arguments
 class TensorProductAttention(nn.Module):
     """Self-attention on factored queries, keys and values, with RoPE on the feature factors.
 

@@ -29,6 +29,8 @@ from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
 from warploom.runtime.arguments import as_python, check_number, check_tensor, is_int
+from warploom.runtime.names import name_arguments
+from warploom.runtime.values import check_tokens
 
 Tensor = torch.Tensor
 Cache = KVCache | FactorCache | StateCache
@@ -54,6 +56,7 @@ FORMAT = "warploom.TransformerLM"
 # ----------------------------------------------------------------------------------------------------------
 
 
+@name_arguments
 @dataclass(frozen=True)
 class TransformerConfig:
     """The configuration of a `TransformerLM`. ``TransformerConfig.size("sm")`` is one of the published sizes.
@@ -117,6 +120,8 @@ class TransformerConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))
+        for field in ("base", "norm_eps"):
+            check_number("TransformerConfig", field, getattr(self, field))
         for field, options in (("position", get_args(Encoding)), ("attention", get_args(AttentionName))):
             value = getattr(self, field)
             if value not in options:
@@ -216,6 +221,7 @@ def _position(config: TransformerConfig) -> RotaryEmbedding | LRPE | None:
     return None
 
 
+@name_arguments
 class TransformerLM(nn.Module):
     """Decoder-only language model: embedding, pre-norm blocks of attention and SwiGLU, a last norm, a linear head.
 
@@ -242,6 +248,8 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        if not isinstance(config, TransformerConfig):
+            raise fault(DtypeError, "TransformerLM", "config", "a TransformerConfig", type(config).__name__)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(_block(config, index) for index in range(config.layers))
@@ -276,7 +284,8 @@ class TransformerLM(nn.Module):
         """Predict the token after each token.
 
         Args:
-            tokens: ``(B, N)`` int64 or int32, ``1 ≤ N ≤ context_length``; values are not checked.
+            tokens: ``(B, N)`` int64 or int32 below ``vocab_size``, ``1 ≤ N ≤ context_length``. On a GPU values are
+                checked on request alone, see `warploom.check_values`.
             targets: ``(B, N)`` int64, the next tokens. Those of ``-100`` are left out of the loss.
             position_ids: ``(N,)`` or ``(B, N)``, positions of the tokens, as in `Attention`; counted from 0 by
                 default.
@@ -289,7 +298,8 @@ class TransformerLM(nn.Module):
         Raises:
             ShapeError: Tokens or targets have the wrong shape.
             DtypeError: Tokens or targets are not integers.
-            ArgumentError: There are more tokens than ``context_length``, or the cache has another number of layers.
+            ArgumentError: There are more tokens than ``context_length``, one is not in the vocabulary, or the cache
+                has another number of layers.
         """
         self._check(tokens, targets, cache)
         if position_ids is not None and not isinstance(self.blocks[0].attention, Attention):
@@ -323,13 +333,15 @@ class TransformerLM(nn.Module):
 
     def _check(self, tokens: Tensor, targets: Tensor | None, cache: Sequence[Cache | PagedKVCache] | None) -> None:
         name = type(self).__name__
+        for argument, tensor in (("tokens", tokens), ("targets", targets)):
+            if tensor is not None:
+                check_tensor(name, argument, tensor, (torch.int64, torch.int32))
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise fault(ShapeError, name, "tokens", "(B, N) with B ≥ 1 and N ≥ 1", tuple(tokens.shape))
-        for argument, tensor in (("tokens", tokens), ("targets", targets)):
-            if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
-                raise fault(DtypeError, name, argument, "int64 or int32", tensor.dtype)
         if targets is not None and targets.shape != tokens.shape:
             raise fault(ShapeError, name, "targets", f"as tokens, {tuple(tokens.shape)}", tuple(targets.shape))
+        check_tokens(name, "tokens", tokens, self.config.vocab_size)
+        check_tokens(name, "targets", targets, self.config.vocab_size, IGNORED)
         if cache is not None and len(cache) != len(self.blocks):
             raise fault(ArgumentError, name, "cache", f"of {len(self.blocks)} layers (make_cache)", len(cache))
         first = cache[0] if cache else None

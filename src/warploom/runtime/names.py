@@ -3,23 +3,28 @@
 A public function takes unknown arguments as ``*_others`` and ``**_unknown``, which costs nothing where there are
 none, and passes them to `refuse_unknown`. `hide_catch_alls` hides both from its signature. It also lets a call
 begin that lacks an argument, since another library's name may stand for it; `refuse_missing` ends it otherwise.
+The methods of a class are looked after by `name_arguments`, outside of them.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 from warploom.errors import UnknownArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("is_causal", "causal", "it aligns the last query with the last key"),
     ("attn_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    ("key_padding_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
     ("dropout_p", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
+    ("dropout", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
     ("softmax_scale", "scale", "a factor of the inner products"),
     ("sm_scale", "scale", "a factor of the inner products"),
     ("window_size", "window", "`(left, right)`, with None for no bound instead of -1"),
@@ -31,11 +36,18 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("cache_seqlens", "seqused_k", "keys of each batch entry, new ones included"),
     ("page_table", "block_table", "pages of each batch entry"),
     ("slot_mapping", "block_table", "pages; places in them follow from `seqused_k`"),
-    ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences, of queries and keys alike"),
-    ("cu_seqlens_k", "cu_seqlens", "bounds of packed sequences, of queries and keys alike"),
+    ("cu_seqlens_q", "cu_seqlens", "bounds of packed sequences, each of which attends to itself"),
+    ("cu_seqlens_k", "cu_seqlens", "bounds of packed sequences, each of which attends to itself"),
+    ("cu_seq_lens_q", "cu_seqlens_q", "bounds of the queries"),
+    ("cu_seq_lens_q", "cu_seqlens", "bounds of packed sequences, each of which attends to itself"),
+    ("cu_seq_lens_k", "cu_seqlens_k", "bounds of the keys"),
+    ("cu_seq_lens_k", "cu_seqlens", "bounds of packed sequences, each of which attends to itself"),
+    ("cu_seq_lens", "cu_seqlens", "bounds of packed sequences, each of which attends to itself"),
     ("max_seqlen_q", "", "leave it out; no greatest length is needed"),
     ("max_seqlen_k", "", "leave it out; no greatest length is needed"),
     ("max_seqlen", "", "leave it out; no greatest length is needed"),
+    ("max_length_q", "", "leave it out; no greatest length is needed"),
+    ("max_length_k", "", "leave it out; no greatest length is needed"),
     ("cos", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
     ("sin", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
     ("rotary_cos", "theta", "frequencies in radians per position; there are no tables of cosines and sines"),
@@ -47,6 +59,43 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("g", "decay", "logarithms of decays"),
     ("output_final_state", "return_state", "the second result is the last state"),
     ("use_qk_l2norm_in_kernel", "normalize", "queries and keys become as long as one"),
+    ("embed_dim", "d_model", "features of a token"),
+    ("hidden_size", "d_model", "features of a token"),
+    ("n_embd", "d_model", "features of a token"),
+    ("dim", "d_model", "features of a token"),
+    ("dim", "head_dim", "features of a head"),
+    ("num_heads", "heads", "the number of heads"),
+    ("n_heads", "heads", "the number of heads"),
+    ("n_head", "heads", "the number of heads"),
+    ("nhead", "heads", "the number of heads"),
+    ("num_attention_heads", "heads", "the number of heads"),
+    ("num_key_value_heads", "kv_heads", "heads of keys and values"),
+    ("num_kv_heads", "kv_heads", "heads of keys and values"),
+    ("n_kv_heads", "kv_heads", "heads of keys and values"),
+    ("num_layers", "layers", "the number of blocks"),
+    ("n_layers", "layers", "the number of blocks"),
+    ("n_layer", "layers", "the number of blocks"),
+    ("num_hidden_layers", "layers", "the number of blocks"),
+    ("intermediate_size", "d_ff", "inner features of the feed-forward layer"),
+    ("hidden_dim", "d_ff", "inner features of the feed-forward layer"),
+    ("dim_feedforward", "d_ff", "inner features of the feed-forward layer"),
+    ("max_position_embeddings", "context_length", "the most tokens in a sequence"),
+    ("max_seq_len", "context_length", "the most tokens in a sequence"),
+    ("block_size", "context_length", "the most tokens in a sequence"),
+    ("rope_theta", "base", "frequencies are `base ** (-f / F)`"),
+    ("rope_scaling", "scaling", "of frequencies, for longer sequences"),
+    ("rms_norm_eps", "norm_eps", "epsilon of the norms"),
+    ("kdim", "context_dim", "features of the other sequence"),
+    ("batch_first", "", "leave it out; the batch is first always"),
+    ("need_weights", "", "leave it out; weights are not returned"),
+    ("vocab_size", "config", "a `TransformerConfig`, which has the sizes"),
+    ("max_length", "max_new_tokens", "new tokens alone, without those of the prompt"),
+    ("input_ids", "tokens", "`(B, N)` integers"),
+    ("input_ids", "prompt", "`(B, N)` integers"),
+    ("labels", "targets", "the next tokens, which are not shifted again"),
+    ("past_key_values", "cache", "the cache of the layers"),
+    ("do_sample", "", "leave it out; `temperature=0` takes the most likely token"),
+    ("eos_token_id", "stop", "tokens that end a sequence"),
 )
 """A name in another library, the argument here or an empty text, and an explanation. The first entry whose argument
 a function has is taken."""
@@ -91,6 +140,30 @@ def refuse_missing(function: str, argument: str, value: object) -> None:
         raise TypeError(f"{function}() missing a required argument: {argument!r}")
 
 
+def name_arguments(cls: C) -> C:
+    """Let a class refuse arguments that its methods do not have, as functions do."""
+    for method in ("__init__", "forward", "generate", "stream"):
+        if method in vars(cls):
+            setattr(cls, method, _refusing(vars(cls)[method]))
+    return cls
+
+
+def _refusing(method: F) -> F:
+    suffix = "" if method.__name__ in ("__init__", "forward") else f".{method.__name__}"
+    _, *parameters = inspect.signature(method).parameters.values()  # without self
+    known = {p.name: p for p in parameters}
+    most = 1 + sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    @functools.wraps(method)
+    def checked(*given: Any, **named: Any) -> Any:
+        if len(given) > most or any(argument not in known for argument in named):
+            unknown = {x: value for x, value in named.items() if x not in known}
+            _refuse(f"{type(given[0]).__name__}{suffix}", known, given[most:], unknown)
+        return method(*given, **named)
+
+    return checked  # type: ignore[return-value]
+
+
 def refuse_unknown(function: Callable[..., Any], others: tuple[Any, ...], unknown: dict[str, Any]) -> NoReturn:
     """Raise for arguments that a function does not have.
 
@@ -102,22 +175,26 @@ def refuse_unknown(function: Callable[..., Any], others: tuple[Any, ...], unknow
     Raises:
         UnknownArgumentError: Always.
     """
-    parameters = inspect.signature(function).parameters
-    name = function.__name__
+    _refuse(function.__name__, inspect.signature(function).parameters, others, unknown)
+
+
+def _refuse(
+    name: str, parameters: Mapping[str, inspect.Parameter], others: tuple[Any, ...], unknown: dict[str, Any]
+) -> NoReturn:
     for argument in unknown:
         raise UnknownArgumentError(f"{name}: there is no argument {argument}; {_advice(argument, parameters)}")
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if positional[1:] == ["theta"]:
         raise UnknownArgumentError(f"{name}: {_TABLES.format(call=f'{name}({positional[0]}, theta)')}")
     named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    example = f"{named[0]}={others[0]!r}" if isinstance(others[0], bool | int | float) else f"{named[0]}=…"
-    raise UnknownArgumentError(
-        f"{name}: {', '.join(positional)} are given by position, and others by name, as in {example}; "
-        f"got {len(positional) + len(others)} by position"
-    )
+    by_position = f"{name}: {', '.join(positional)} {'are' if positional[1:] else 'is'} given by position"
+    if named:
+        example = f"{named[0]}={others[0]!r}" if isinstance(others[0], bool | int | float) else f"{named[0]}=…"
+        by_position += f", and others by name, as in {example}"
+    raise UnknownArgumentError(f"{by_position}; got {len(positional) + len(others)} by position")
 
 
-def _advice(argument: str, parameters: Any) -> str:
+def _advice(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
     for other, own, about in OTHER_NAMES:
         if other == argument and (not own or own in parameters):
             return f"here it is {own}: {about}" if own else about

@@ -1,4 +1,4 @@
-"""Checks of values in tensors: bounds of sequences, lengths, pages, positions and decays.
+"""Checks of values in tensors: bounds of sequences, lengths, pages, tokens, positions and decays.
 
 Values on a CPU are checked in every call. Values on a GPU are checked on request, by `check_values`, since a check
 waits for the GPU. Nothing is checked under a compiler, or of tensors without data.
@@ -31,9 +31,9 @@ _on_gpus = os.environ.get("WARPLOOM_CHECK_VALUES", "0") not in ("", "0")
 def check_values(on: bool = True) -> None:
     """Turn checks of values in GPU tensors on or off. Values in CPU tensors are always checked.
 
-    Bounds of packed sequences, lengths, numbers of pages, positions and decays are then read back and checked
-    before any kernel runs, with the same errors. Each call with such tensors waits for the GPU, so this is for
-    debugging. The environment variable ``WARPLOOM_CHECK_VALUES=1`` turns the checks on from the start.
+    Bounds of packed sequences, lengths, numbers of pages, tokens, positions and decays are then read back and
+    checked before any kernel runs, with the same errors. Each call with such tensors waits for the GPU, so this is
+    for debugging. The environment variable ``WARPLOOM_CHECK_VALUES=1`` turns the checks on from the start.
 
     Without them a bad value on a GPU may give a wrong result, but no kernel accesses memory outside of the tensors
     of its call. Compiled code, and calls while a CUDA graph is captured, are never checked.
@@ -117,6 +117,20 @@ def check_pages(function: str, block_table: Tensor | None, seqused_k: Tensor, pa
             if not 0 <= page < pages:
                 expected = f"of pages between 0 and {pages - 1} where keys are used"
                 raise fault(ArgumentError, function, "block_table", expected, page)
+
+
+def check_tokens(function: str, argument: str, tokens: Tensor | None, vocabulary: int, ignored: int = 0) -> None:
+    """Raise unless tokens are numbers of a vocabulary, or ``ignored``.
+
+    Raises:
+        ArgumentError: One is not.
+    """
+    if not is_readable(tokens) or _dispatch_modes():
+        return
+    wrong = ((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)
+    if wrong.any():
+        expected = f"of tokens below vocab_size = {vocabulary}"
+        raise fault(ArgumentError, function, argument, expected, tokens[wrong][0].item())
 
 
 def check_positions(function: str, argument: str, positions: Tensor | None) -> None:
