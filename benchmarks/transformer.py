@@ -28,7 +28,7 @@ from warploom.bench.fingerprint import LIMIT
 from warploom.bench.measure import Clock, allocated_bytes, interleave, peak_bytes, release_memory
 from warploom.bench.records import Record
 from warploom.nn import TransformerConfig, TransformerLM
-from warploom.ops.spec import KERNELS, Case, Inputs, Traffic, Unsupported, compile_at_best, need_cuda
+from warploom.ops.spec import KERNELS, SEEDS, Case, Inputs, Traffic, Unsupported, compile_at_best, need_cuda
 
 from . import _steps as steps
 from ._parts import mark_parts
@@ -267,6 +267,7 @@ BENCH = steps.model_bench(
         "quick": functools.partial(_cases, sizes=("sm",), lengths=(512,)),
         "published": functools.partial(_cases, sizes=("sm", "md", "lg"), lengths=(512, 4096)),
         "large": functools.partial(_cases, sizes=("xl", "2.7B"), lengths=(512,)),
+        SEEDS: functools.partial(_cases, sizes=("sm", "md", "lg"), lengths=(512,)),
         "trial": _trial,
     },
     traffic=lambda case, mode: Traffic(0, 0, 0, count_flops(case, mode)),

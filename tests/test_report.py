@@ -24,10 +24,11 @@ from warploom.report.chart import TOP, Chart, make_charts, render_chart
 from warploom.report.overview import make_case_table, make_overview
 from warploom.report.palette import choose_looks
 from warploom.report.panels import arrange, load_sections
-from warploom.report.published import FOLDER, read_published
+from warploom.report.published import FOLDER, list_published_cases, read_published
 from warploom.report.rivals import format_ratio, summarize
 from warploom.report.table import Cell, Table, render_text
 from warploom.report.tables import make_tables
+from warploom.testing.specs import load_specs
 
 BENCH = replace(toy.make_bench(), name="lrpe-rotate", title="A rotation")
 SHAPE = {"batch": 12, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
@@ -577,4 +578,19 @@ def test_published_figures():
 
 def test_published_figures_stand_apart_from_what_was_measured(measured):
     words = body_text(page_of(measured))
-    assert re.search(r"Published: by others on their GPUs \(ms\), not to be compared n .*triton \(H100\)", words)
+    found = re.search(
+        r"Published by others on their GPUs, and measured here: no comparison \(ms\) (n .*?) 256 ", words
+    )
+    assert found
+    assert "triton (H100)" in found[1]
+    assert re.search(r"warploom \([^)]+\)", found[1])
+    assert "Published by others, and measured here: peak memory (MiB)" in words
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_suite_of_published_cases_has_every_published_row():
+    load_specs([Path(__file__).parents[1] / "benchmarks"])
+    found = list_published_cases()
+    assert len(found) == 415
+    shown = {id(row) for published in found for row in published.figures}
+    assert not [row for row in read_published() if id(row) not in shown]

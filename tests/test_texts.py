@@ -96,6 +96,20 @@ def test_no_records_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "no records" in write([], {})
 
 
+def test_published_rows_stand_beside_our_records() -> None:
+    records = make_records({"warploom": 2.0, "torch": 3.0}, activations=("none",))
+    told, *parts = texts.published_tables(fresh(records), DEVICES).split("\n\n")
+    sizes = {r.case["n"] for r in records if r.provider == "warploom" and 2**8 <= r.case["n"] <= 2**15}
+    modes = {r.mode for r in records}
+    assert told.startswith(f"Of 415 published rows the present code has records of {len(sizes) * len(modes)} on ")
+    table = parts[parts.index("## LRPE rotate, H100") + 1].splitlines()
+    cells = {tuple(cell.strip() for cell in line.split("|")[1:4]): line.split("|")[4:-1] for line in table[2:]}
+    assert len(cells) == 64
+    measured = [values for values in cells.values() if values[-2].strip() != "–"]
+    assert len(measured) == len(sizes) * len(modes)
+    assert float(cells["none", "4k", "fwd"][0]) == 0.3610
+
+
 def on_two_gpus() -> list[Record]:
     """All sizes on the second GPU, all but the typical one on the first, with other ratios."""
     first = make_records({"warploom": 2.0, "liger": 4.0}, activations=("none",))

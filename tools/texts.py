@@ -31,6 +31,7 @@ from warploom.report.chart import make_charts, render_picture
 from warploom.report.labels import format_mode, format_size, sort_xs
 from warploom.report.palette import choose_looks
 from warploom.report.panels import Panel, Section, arrange
+from warploom.report.published import MEASURED, PublishedCase, list_published_cases
 from warploom.report.rivals import Summary, format_ratio, summarize, summarize_mode
 from warploom.report.table import Table, format_cell, format_number
 from warploom.testing.specs import load_specs
@@ -45,7 +46,14 @@ GUIDES = tuple(
     for text in sorted(ROOT.glob("src/warploom/ops/*/*.md"))
     if WRITTEN in text.read_text(encoding="utf-8")
 )
-TEXTS = ("README.md", "docs/results.md", "docs/transformer.md", "docs/many-gpus.md", *GUIDES)
+TEXTS = (
+    "README.md",
+    "docs/results.md",
+    "docs/published-tables.md",
+    "docs/transformer.md",
+    "docs/many-gpus.md",
+    *GUIDES,
+)
 MARK = f"<!-- {{}}: {WRITTEN} -->"
 END = "<!-- end of {} -->"
 NOTHING = "There are no records of the present code yet."
@@ -291,6 +299,77 @@ def _whole_table(section: Section) -> Table:
             place = [format_size(last.x), format_number(last.ms)] if last else ["", ""]
             rows.append([panel.label, mode, *place, _spread(found.shares), *_compared(found)])
     return Table.of(heads, rows, words=3)
+
+
+def published_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """Every published row beside our record of its case: a table for each bench and GPU of the publication."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        found.setdefault((devices[record.environment], _name(record)), {})[record.provider] = record
+    tables: dict[tuple[str, str], list[PublishedCase]] = {}
+    for row in list_published_cases():
+        for gpu in dict.fromkeys(figure.gpu for figure in row.figures):
+            tables.setdefault((row.bench.record_name, gpu), []).append(row)
+    parts = [_count_published(found, [*by_gpu(records, devices)])]
+    for (operator, gpu), rows in tables.items():
+        names = {_name_published(row): row for row in rows}
+        counts = {mine: sum((mine, name) in found for name in names) for mine in by_gpu(records, devices)}
+        mine = max(counts, key=lambda each: counts[each], default="")
+        parts.append(f"## {TITLES.get(operator, operator)}, {gpu}")
+        parts.append(markdown([_published_table(names, gpu, mine, found)]))
+    return "\n\n".join(parts)
+
+
+def _name(record: Record) -> str:
+    """Returns the operator, the mode and the case of a record as a text."""
+    return json.dumps([record.operator, record.mode, record.case], sort_keys=True)
+
+
+def _name_published(row: PublishedCase) -> str:
+    return json.dumps([row.bench.record_name, row.mode, row.case], sort_keys=True)
+
+
+def _count_published(found: Mapping[tuple[str, str], Mapping[str, Record]], gpus: Sequence[str]) -> str:
+    """Returns how many of the published rows have a time of ours on each GPU, as a sentence."""
+    names = [_name_published(row) for row in list_published_cases()]
+    counts = [(sum(KERNELS in found.get((gpu, name), {}) for name in names), gpu) for gpu in gpus]
+    told = " and ".join(f"records of {count} on {gpu}" for count, gpu in counts) or "no records"
+    return f"Of {len(names)} published rows the present code has {told}."
+
+
+def _published_table(
+    rows: Mapping[str, PublishedCase], gpu: str, mine: str, found: Mapping[tuple[str, str], Mapping[str, Record]]
+) -> Table:
+    """Returns the times that were published for ``gpu``, and those of ``mine``."""
+    cases = [row.case for row in rows.values()]
+    varied = [
+        name
+        for name in dict.fromkeys(name for case in cases for name in case)
+        if name != "grid" and len({json.dumps(case.get(name)) for case in cases}) > 1
+    ]
+    speeds = [figure for row in rows.values() for figure in row.figures if figure.metric == "speed"]
+    theirs = list(dict.fromkeys(figure.provider for figure in speeds if figure.gpu == gpu))
+    measured = [name for name in MEASURED if any(name in found.get((mine, row), {}) for row in rows)]
+    lines = []
+    for name, row in rows.items():
+        published = {f.provider: f for f in row.figures if f.gpu == gpu and f.metric == "speed"}
+        ours = found.get((mine, name), {})
+        cells = [format_size(row.case[each]) if each in row.case else "" for each in varied]
+        cells += [_figure(published[each].value) if each in published else "" for each in theirs]
+        cells += [_time(ours[each]) if each in ours else "–" for each in measured]
+        lines.append([*cells[: len(varied)], row.mode, *cells[len(varied) :]])
+    here = next((word for word in mine.split() if any(map(str.isdigit, word))), mine)
+    heads = [*varied, "mode", *(f"published: {name}" for name in theirs), *(f"{here}: {name}" for name in measured)]
+    return Table.of(heads, lines, words=len(varied) + 1)
+
+
+def _figure(value: float | None) -> str:
+    return "failed" if value is None else format_number(value)
+
+
+def _time(record: Record) -> str:
+    """Returns the time of a record, or why it has none."""
+    return format_number(record.ms) if record.ms else {"oom": "out of memory"}.get(record.status, record.status)
 
 
 def step_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -593,6 +672,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "results": whole_tables,
     "menu of results": menu,
     "results on other GPUs": elsewhere_tables,
+    "published rows": published_tables,
     "steps": step_tables,
     **{f"speed of {folder}": partial(guide_table, folder) for folder in FOLDERS},
     "rates of flash_attention": partial(grid, "flash_attention", {"dtype": "bfloat16"}, ("training",), rate),

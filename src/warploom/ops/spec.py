@@ -28,6 +28,8 @@ KERNELS = "warploom"
 """The provider that runs the operator's kernels. Names of variants begin with it."""
 QUICK = "quick"
 """The suite for a first look, of at most a minute."""
+SEEDS = "seeds"
+"""The suite of the cases that earlier libraries of this kind published: every row of ``report/published``."""
 COMPILED_BRIEFLY = "torch_compile_default"
 """The provider that is compiled without autotuning, in the suite `QUICK` only."""
 
@@ -257,6 +259,11 @@ class Bench:
     def other_names(self) -> list[str]:
         """The names of the providers of other functions."""
         return [name for other in self.others for name in other.providers]
+
+
+def on_gpus(cases: Callable[[str], Sequence[Case]]) -> Callable[[str], Sequence[Case]]:
+    """Returns a suite's function of cases that has none for a CPU."""
+    return lambda device: cases(device) if device == "cuda" else ()
 
 
 def compile_briefly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.records import spell
+from warploom.ops import benches
+from warploom.ops.spec import SEEDS, Bench, Case
 from warploom.report.labels import sort_xs
 from warploom.report.panels import Panel, Section
 from warploom.report.table import Table, format_number
@@ -45,19 +47,61 @@ def read_published() -> tuple[Published, ...]:
     return tuple(row for path in sorted(FOLDER.glob("*.csv")) for row in _read_rows(path))
 
 
-def make_published_table(section: Section, panel: Panel, mode: str) -> Table | None:
-    """Returns published times of a panel's problems: all parameters but the one along the axis are equal."""
+@dataclass(frozen=True)
+class PublishedCase:
+    """One row of the published tables: a case in a mode, as the suite ``seeds`` measures it."""
+
+    bench: Bench
+    case: Case
+    mode: str
+    figures: tuple[Published, ...]
+    """The published numbers of all providers, of speed and memory."""
+
+
+def list_published_cases() -> list[PublishedCase]:
+    """Returns every published row of the benches that are known, in the order of the suite ``seeds``."""
+    figures: dict[tuple[str, str], list[Published]] = {}
+    for row in read_published():
+        figures.setdefault((row.operator, row.mode), []).append(row)
+    found = []
+    for bench in benches().values():
+        for case in bench.suites[SEEDS]("cuda") if SEEDS in bench.suites else ():
+            for mode in bench.modes:
+                rows = figures.get((bench.record_name, mode), [])
+                if own := tuple(row for row in rows if row.matches(bench.record_name, mode, case)):
+                    found.append(PublishedCase(bench, case, mode, own))
+    return found
+
+
+MEASURED = ("warploom", "torch", "torch_compile")
+"""Providers that stand beside published ones: ours, and those that were published under the same names."""
+
+
+def make_published_table(section: Section, panel: Panel, mode: str, metric: str) -> Table | None:
+    """Returns published figures of a panel's problems beside ours of the same problems.
+
+    Args:
+        section: The bench.
+        panel: Its combination of parameters: all but the one along the axis are equal in what is found.
+        mode: The mode.
+        metric: ``speed`` (milliseconds) or ``memory`` (peak MiB).
+    """
     case = {**section.constants, **panel.parameters}
-    rows = [row for row in read_published() if row.metric == "speed" and section.x in row.case]
+    rows = [row for row in read_published() if row.metric == metric and section.x in row.case]
     rows = [row for row in rows if row.matches(section.operator, mode, case, ignore=section.x)]
     if not rows:
         return None
-    cells = {(row.case[section.x], f"{row.provider} ({row.gpu})"): row.value for row in rows}
+    cells = {
+        (row.case[section.x], f"{row.provider} ({row.gpu})"): format_number(row.value) or "failed" for row in rows
+    }
+    lines, device = panel.at(mode), panel.device or section.device or "measured"
+    for name in (name for name in MEASURED if name in lines):
+        for x, point in lines[name].items():
+            value = point.ms if metric == "speed" else point.record.peak_memory_mib if point.ms else None
+            cells[x, f"{name} ({device})"] = format_number(value) or point.badge
+    published = {row.case[section.x] for row in rows}
     names = list(dict.fromkeys(name for _, name in cells))
-    found = [
-        [spell(x), *("" if (x, name) not in cells else format_number(cells[x, name]) or "failed" for name in names)]
-        for x in sort_xs(x for x, _ in cells)
-    ]
+    found = [[spell(x), *(cells.get((x, name), "") for name in names)] for x in sort_xs(published)]
     return Table.of([section.x, *names], found)
 
 

@@ -13,7 +13,7 @@ import torch
 from warploom.ops.flash_attention import peers, reference
 from warploom.ops.flash_attention.api import flash_attention
 from warploom.ops.flash_attention.peers import Provider
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Outputs, Traffic, need_cuda, normal
+from warploom.ops.spec import SEEDS, Bench, Case, Inputs, Operator, Outputs, Traffic, need_cuda, normal, on_gpus
 
 Tensor = torch.Tensor
 
@@ -244,6 +244,12 @@ def _published(device: str) -> list[Case]:
     ]
 
 
+def _seeds(device: str) -> list[Case]:
+    """Returns the cases of one head and of attention without heads that others have published."""
+    heads = [case for case in _published(device) if case["head_dim"] <= 64 and case["n"] <= 2**15]
+    return heads + _alone(device)
+
+
 def _quick(device: str) -> list[Case]:
     if device != "cuda":
         return [_ON_CPU | {"n": 512}]
@@ -457,6 +463,7 @@ BENCHES = (
             "shapes": _shapes,
             "options": _options,
             "packed": _packed,
+            SEEDS: on_gpus(_seeds),
         },
         providers=_PROVIDERS,
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attn"),

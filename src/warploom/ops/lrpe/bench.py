@@ -15,6 +15,7 @@ from warploom.ops.lrpe.peers import Provider
 from warploom.ops.spec import (
     COMPILED_BRIEFLY,
     KERNELS,
+    SEEDS,
     Bench,
     Case,
     Inputs,
@@ -22,6 +23,7 @@ from warploom.ops.spec import (
     Traffic,
     need_cuda,
     normal,
+    on_gpus,
 )
 
 Tensor = torch.Tensor
@@ -243,6 +245,7 @@ _GRIDS: dict[str, Callable[[str], Sequence[Case]]] = {
     ],
     "published": lambda device: _grids(device, (1, 2, 3), ACTIVATIONS, (0, 10)),
 }
+_GRID_SEEDS = {SEEDS: on_gpus(lambda device: _grids(device, (1, 2, 3), ("none",), (0, 10)))}
 
 
 def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
@@ -256,7 +259,7 @@ def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
     return Traffic(out + again, 1, stream)
 
 
-_LENGTHS = {"quick": _quick, "published": _published, "theta": _theta}
+_LENGTHS = {"quick": _quick, "published": _published, "theta": _theta, SEEDS: on_gpus(_published)}
 
 
 def _bench(
@@ -287,5 +290,5 @@ BENCHES = (
     ),
     _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),
     _bench(ROTATE, "lrpe-rotate-md", _GRIDS, "LRPE rotate on grids of one, two and three dimensions"),
-    _bench(COSINE, "lrpe-cosine-md", _GRIDS, "LRPE cosine on grids of one, two and three dimensions"),
+    _bench(COSINE, "lrpe-cosine-md", _GRIDS | _GRID_SEEDS, "LRPE cosine on grids of one, two and three dimensions"),
 )

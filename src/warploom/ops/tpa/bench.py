@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from warploom.ops.flash_attention import bench as flash_attention
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+from warploom.ops.spec import SEEDS, Bench, Case, Inputs, Operator, Traffic, need_cuda, normal, on_gpus
 from warploom.ops.tpa import peers, reference
 from warploom.ops.tpa.api import tpa_attention, tpa_decode
 from warploom.ops.tpa.peers import Provider
@@ -217,6 +217,7 @@ _POWERS = tuple(2**k for k in range(8, 16))
 _DECODE_SUITES: dict[str, Callable[[str], Sequence[Case]]] = {
     "quick": lambda device: _decode_cases(device, (8,), (32768,))[-1:],
     "published": lambda device: _decode_cases(device, (8, 32), _POWERS),
+    SEEDS: on_gpus(lambda device: _decode_cases(device, (8, 32), _POWERS)),
     "ranks": lambda device: [
         case for rank in (1, 2, 4) for case in _decode_cases(device, (8, 32), (1024, 8192, 32768), kv_rank=rank)
     ],
