@@ -263,6 +263,30 @@ def test_no_peer_is_dropped_from_a_bench(name: str, models: None) -> None:
     assert PEERS[name] <= {name for name in bench.every_provider if not bench.runs_kernels(name)}
 
 
+PEERS_ON_A_CPU = {
+    "flash-attention": ["torch", "sdpa_flash"],
+    "attention-decode": ["torch", "sdpa_flash"],
+    "attention-serving": ["torch"],  # PyTorch's own attention, sequence by sequence
+    "tpa-decode": ["torch_naive", "torch", "sdpa_gqa", "sdpa_mha"],
+    "tpa-attention": ["torch_naive"],  # which forms factors, and calls PyTorch's own attention
+    "linear-attention": ["torch", "softmax_sdpa_flash"],
+}
+
+
+@pytest.mark.parametrize("name", [bench.name for bench in benches().values() if "quick" in bench.suites])
+def test_the_first_suite_has_peers_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bench, there = benches()[name], []
+    for provider in bench.providers_of("quick"):
+        try:
+            bench.every_provider[provider](bench.suites["quick"]("cpu")[0])
+        except Unsupported:
+            continue
+        there.append(provider)
+    there = [provider for provider in there if "compile" not in provider]  # which takes long on a CPU
+    assert there == PEERS_ON_A_CPU.get(name, ["torch"])
+
+
 COMPILED = {
     (name, peer) for name, peers in PEERS.items() for peer in peers if "compile" in peer or "+graphs" in peer
 }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOG = "bench.log"
 """The file, beside the records, for what compilers and libraries print."""
-SECONDS = {"cuda": {True: 3.0, False: 4.0}, "cpu": {True: 3.0, False: 10.0}}
+SECONDS = {"cuda": {True: 3.0, False: 4.0}, "cpu": {True: 2.0, False: 10.0}}
 """Seconds of a case in one mode, by device and by whether its suite is brief: means, compiling included."""
 EXAMPLES = """examples:
   warploom bench                                  the quick suite of every operator

@@ -157,7 +157,7 @@ def _warploom(case: Case) -> Provider:
 
 _PROVIDERS: dict[str, Callable[[Case], Provider]] = {"warploom": _warploom, **peers.PROVIDERS}
 _ON_CPU: dict[str, Any] = {
-    "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "normalize": True, "decay": "head",
+    "batch": 1, "heads": 2, "head_dim": 64, "dtype": "float32", "normalize": True, "decay": "head",
 }  # fmt: skip
 
 

@@ -230,7 +230,7 @@ _PROVIDERS: dict[str, Callable[[Case], Provider]] = {
 # ----------------------------------------------------------------------------------------------------------
 
 _ONE_HEAD: dict[str, Any] = {"batch": 1, "heads": 1, "causal": True}
-_ON_CPU: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
+_ON_CPU: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "float32", "causal": True}
 
 
 def _published(device: str) -> list[Case]:
@@ -283,7 +283,7 @@ def _training(device: str) -> list[Case]:
 
 def _float32(device: str) -> list[Case]:
     if device != "cuda":
-        return [_ON_CPU | {"dtype": "float32", "n": 512}]
+        return [_ON_CPU | {"n": 512}]
     return [
         _ONE_HEAD | {"head_dim": head_dim, "dtype": "float32", "n": n, "float32_precision": precision}
         for precision in ("highest", "high")
@@ -351,7 +351,7 @@ def _decode(device: str) -> list[Case]:
     """Returns cases of a step of decoding: one query on many keys, with grouped heads and with as many."""
     shape: dict[str, Any] = {"heads": 32, "head_dim": 128, "dtype": "bfloat16", "n": 1, "causal": True}
     if device != "cuda":
-        shape |= {"heads": 4, "key_heads": 2}
+        shape |= {"heads": 4, "key_heads": 2, "dtype": "float32"}
         return [{"batch": 2, "m": 1024, **shape, "cache": cache} for cache in ("dense", "lengths", "pages")]
     return [
         {"batch": batch, "m": m, **shape, "key_heads": key_heads, "cache": cache}
@@ -381,7 +381,7 @@ def _serving(device: str) -> list[Case]:
             ("prompt of 70, 3 decoding", 2, (16, None)),
             ("chunk of 16 on 96", 4, (16,)),
         )
-        shape: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "causal": True}
+        shape = _ON_CPU
     else:
         mixes = (
             ("prompt of 8k, 63 decoding at 2k", 8, (16, 64, 256, None)),
@@ -497,7 +497,8 @@ BENCHES = (
             "published": _serving,
         },
         providers={"warploom": _warploom, **peers.SERVERS},
-        precompiled=("torch", "torch_varlen", "torch_varlen_invariant", "torch_varlen_gathered"),
+        precompiled=tuple(peers.SERVERS),
+        quick=("warploom", *peers.SERVERS),
         traffic=_serving_traffic,
         title="Attention of a server's batch on a cache",
         x="n",

@@ -124,12 +124,22 @@ def _decode_plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Te
 
 def _decode_sdpa(backend: str, case: Case) -> Provider:
     """Returns PyTorch's fused attention with one of its kernels, for one query."""
-    need_cuda("the fused kernels")
+    _need_device_of(backend)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         return _attend_fused(backend, q, k, v, attn_mask=visible)
 
     return _decoding(attend)
+
+
+def _need_device_of(backend: str) -> None:
+    """Raise unless a kernel of PyTorch's can run here: its flash attention alone does on a CPU.
+
+    Raises:
+        Unsupported: There is no NVIDIA GPU.
+    """
+    if backend != "FLASH_ATTENTION":
+        need_cuda("the fused kernels")
 
 
 def _attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -152,10 +162,10 @@ def _attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 def _sdpa(backend: str, case: Case) -> Provider:
     """Returns PyTorch's fused attention with one of its kernels."""
-    need_cuda("the fused kernels")
+    _need_device_of(backend)
     _need_no_options(case)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
-    if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION":
+    if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION" and torch.cuda.is_available():
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     if grouped and backend == "EFFICIENT_ATTENTION":
         raise Unsupported("the kernel has no grouped-query attention")

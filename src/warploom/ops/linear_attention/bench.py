@@ -149,7 +149,7 @@ def _warploom(case: Case) -> Provider:
 
 
 _PROVIDERS: dict[str, Callable[[Case], Provider]] = {"warploom": _warploom, **peers.PROVIDERS}
-_ON_CPU: dict[str, Any] = {"batch": 1, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "encoding": "rotate"}
+_ON_CPU: dict[str, Any] = {"batch": 1, "heads": 2, "head_dim": 64, "dtype": "float32", "encoding": "rotate"}
 
 
 def _case(batch: int, n: int, heads: int, head_dim: int, encoding: str, **more: Any) -> Case:
