@@ -241,6 +241,8 @@ PEERS = {
     "linear-attention-decode": {"torch", "torch_compile", "fla"},
     "delta-attention": {"torch", "torch_compile", "fla"},
     "delta-attention-decode": {"torch", "torch_compile"},
+    "short-convolution": {"torch", "torch_compile", "causal_conv1d", "fla"},
+    "short-convolution-decode": {"torch", "torch_compile", "causal_conv1d", "fla"},
     "append-kv": {"torch", "torch_compile"},
     "transformer": {name + ending for name in ("sdpa", "torch", "llama") for ending in transformer.ENDINGS},
     "llama": {"eager", "sdpa", "sdpa+compile"},

@@ -22,6 +22,7 @@ from warploom import (
     lrpe_cosine,
     lrpe_rotate,
     nn,
+    short_convolution,
     tpa_attention,
     tpa_decode,
 )
@@ -36,6 +37,7 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     delta_attention: (*QKV, QKV[0, ..., 0]),
     lrpe_cosine: (QKV[0], torch.ones(4)),
     lrpe_rotate: (QKV[0], torch.ones(2)),
+    short_convolution: (QKV[0, ..., 0], torch.ones(2, 2)),
     tpa_attention: (*QKV,) * 2,
     tpa_decode: (*QKV,) * 2,
     context_parallel_attention: (*QKV, None),

@@ -327,7 +327,12 @@ def test_importing_starts_nothing_and_is_quick() -> None:
 
 @pytest.mark.parametrize(
     ("function", "option"),
-    [("flash_attention", "return_lse"), ("linear_attention", "return_state"), ("delta_attention", "return_state")],
+    [
+        ("flash_attention", "return_lse"),
+        ("linear_attention", "return_state"),
+        ("delta_attention", "return_state"),
+        ("short_convolution", "return_state"),
+    ],
 )
 def test_overloads_have_the_arguments_of_their_function(function: str, option: str) -> None:
     """What a type checker sees of a function whose result depends on an option, beside what runs."""

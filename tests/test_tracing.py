@@ -19,6 +19,7 @@ from warploom import (
     linear_attention,
     lrpe_cosine,
     lrpe_rotate,
+    short_convolution,
     tpa_attention,
     tpa_decode,
 )
@@ -102,6 +103,8 @@ CALLS = {
         {"encoding": "rotate", "normalize": True, "return_state": True},
         ("theta", "initial_state"),
     ),
+    "short_convolution": Call(short_convolution, ("BND", "DF"), {"activation": "silu", "return_state": True}),
+    "short_convolution_packed": Call(short_convolution, ("1ND", "DF", ""), {}, ("cu_seqlens",)),
     "linear_attention_full": Call(linear_attention, ALIKE, {"causal": False, "activation": "relu"}),
     "lrpe_rotate": Call(lrpe_rotate, ("BNHD", "HF"), {"offset": 5, "activation": "silu"}),
     "lrpe_cosine": Call(lrpe_cosine, ("BNHD", "HF"), {"prefix": 2}),
@@ -263,6 +266,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     operators = (
         *("append_kv", "delta_attention", "flash_attention", "flash_attention_into", "linear_attention", "lrpe"),
         "rotary_attention",
+        "short_convolution",
         *("tpa_attention", "tpa_decode"),
     )
     names = {f"{name}{part}_launch" for name in operators for part in ("", "_backward")}

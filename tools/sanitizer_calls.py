@@ -19,6 +19,7 @@ from warploom import (
     linear_attention,
     lrpe_cosine,
     lrpe_rotate,
+    short_convolution,
     tpa_attention,
     tpa_decode,
 )
@@ -147,6 +148,14 @@ def _delta(
     return {"q": q, "k": k, "v": v, **gates, **states, "normalize": True, "backend": "triton", **options}
 
 
+def _convolution(n: int, dtype: torch.dtype, **options: Any) -> Inputs:
+    """Tokens of 65 channels with everything that a convolution takes."""
+    x, weight, bias = _random(1, n, 65, dtype=dtype), _random(65, 4), _random(65)
+    state = _random(3 if "cu_seqlens" in options else 1, 65, 3)
+    more = {"activation": "silu", "return_state": True, "backend": "triton"}
+    return {"x": x, "weight": weight, "bias": bias, "initial_state": state, **more, **options}
+
+
 def _rotary(qkv: Tensor, theta: Tensor) -> Tensor:
     """Attention whose queries and keys are rotated first, as layers have it."""
     from warploom.ops.rotary_attention.api import rotary_attention
@@ -253,6 +262,9 @@ CALLS: tuple[Call, ...] = tuple(
           "theta": _random(12)}),
         ("delta_attention", delta_attention, "delta-step", _delta,
          {"n": 2, "d": 64, "dtype": HALF, "decay": 4, "grad": False}),
+        ("short_convolution", short_convolution, "convolution", _convolution, {"n": 70, "dtype": HALF}),
+        ("short_convolution", short_convolution, "convolution-packed", _convolution,
+         {"n": 90, "dtype": torch.float32, "cu_seqlens": _BOUNDS}),
         ("tpa", tpa_attention, "attention", _train,
          {"n": 40, "m": 40, "d": 24, "rank": 2, "dtype": torch.float32, "causal": True}),
         ("tpa", tpa_attention, "attention-16", _train,

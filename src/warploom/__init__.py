@@ -32,6 +32,7 @@ if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
     from warploom.ops.rotary_attention.api import rotary_attention as _rotary_attention  # noqa: F401
+    from warploom.ops.short_convolution.api import short_convolution
     from warploom.ops.tpa.api import tpa_attention, tpa_decode
     from warploom.runtime.values import check_values
 
@@ -53,6 +54,7 @@ __all__ = [
     "linear_attention",
     "lrpe_cosine",
     "lrpe_rotate",
+    "short_convolution",
     "tpa_attention",
     "tpa_decode",
 ]
@@ -78,10 +80,11 @@ def __getattr__(name: str) -> Any:
     from warploom.ops.flash_attention import api as flash_attention
     from warploom.ops.linear_attention import api as linear_attention
     from warploom.ops.lrpe import api as lrpe
+    from warploom.ops.short_convolution import api as short_convolution
     from warploom.ops.tpa import api as tpa
     from warploom.runtime import values
 
-    modules = (append_kv, delta_attention, flash_attention, linear_attention, lrpe, tpa, values)
-    found = next(getattr(module, name) for module in modules if hasattr(module, name))
+    operators = (append_kv, delta_attention, flash_attention, linear_attention, lrpe, short_convolution, tpa)
+    found = next(getattr(module, name) for module in (*operators, values) if hasattr(module, name))
     globals()[name] = found
     return found

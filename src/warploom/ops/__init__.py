@@ -11,7 +11,9 @@ from warploom.errors import ArgumentError
 if TYPE_CHECKING:
     from warploom.ops.spec import Bench, Operator
 
-FOLDERS = ("lrpe", "flash_attention", "tpa", "linear_attention", "delta_attention", "append_kv")
+FOLDERS = (
+    "lrpe", "flash_attention", "tpa", "linear_attention", "delta_attention", "short_convolution", "append_kv",
+)  # fmt: skip
 """The operators' folders; each has a ``bench.py`` with ``OPERATORS`` and ``BENCHES``."""
 
 

@@ -1,0 +1,1 @@
+"""Short causal convolution of each channel, with packed sequences and states for decoding."""

@@ -1,0 +1,171 @@
+"""The short convolution on kernels: what a call allocates and launches.
+
+That is its plan, which depends on shapes, strides, dtypes and options alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from warploom.device.rows import Strides
+from warploom.ops.short_convolution.call import ConvolutionInputs, ConvolutionOptions
+from warploom.ops.short_convolution.triton import (
+    ConvolutionConfig,
+    ConvolutionSizes,
+    TapStrides,
+    backward_kernel,
+    forward_kernel,
+)
+from warploom.runtime.launch import Buffer, Launch
+from warploom.runtime.layout import layout_for
+from warploom.runtime.memory_order import layout_of
+from warploom.runtime.plans import Plans
+
+Tensor = torch.Tensor
+
+ELEMENTS = 4096
+"""Elements of a tile."""
+TOKENS = {False: 32, True: 64}
+"""Tokens of a tile, unless there is one alone, by whether it is the backward's, which leaves sums for each."""
+
+
+class ConvolutionForward(NamedTuple):
+    """Plan of a forward."""
+
+    out: Buffer
+    final: Buffer | None
+    launch: Launch
+
+
+class ConvolutionBackward(NamedTuple):
+    """Plan of a backward."""
+
+    dx: Buffer
+    dinitial: Buffer | None
+    sums: Buffer | None  # (tiles, K + 1, C): shares of the gradients of weights, and last of the bias
+    launch: Launch
+
+
+def forward(inputs: ConvolutionInputs, options: ConvolutionOptions, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    """Returns outputs (B, N, C), and the last states (S, C, K − 1) where they are asked for."""
+    plan = plans.get("forward", plan_forward, inputs, options)
+    out = plan.out.empty(inputs.x)
+    final = None if plan.final is None else plan.final.empty(inputs.x)
+    plan.launch(*inputs, out, final)
+    return out, final
+
+
+def plan_forward(inputs: ConvolutionInputs, options: ConvolutionOptions) -> ConvolutionForward:
+    """Plans `forward`."""
+    out = layout_of(inputs.x, inputs.x.shape[2])
+    final = Buffer.rows(inputs.state_shape, inputs.x.dtype) if options.return_state else None
+    programs, arguments = arguments_of(inputs, options, {"x": inputs.x, "out": out}, final, final, backward=False)
+    launch = Launch(forward_kernel, programs, takes=(*_TAKES, "out", "final"), **arguments)
+    return ConvolutionForward(Buffer.like(out), final, launch)
+
+
+def backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: ConvolutionInputs, options: ConvolutionOptions,
+    wanted: Sequence[bool], plans: Plans,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the gradients of x, weight, bias and the first state, of those that are wanted."""
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
+    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
+    x, weight, bias, _, _ = inputs
+    dx = plan.dx.empty(x)
+    dinitial = None if plan.dinitial is None else plan.dinitial.empty(x)
+    sums = None if plan.sums is None else plan.sums.empty(x)
+    plan.launch(*inputs, grad, grad_state, dx, dinitial, sums)
+    if sums is None:
+        return dx, None, None, dinitial
+    dweight = sums[:, :-1].sum(0).mT.to(weight.dtype).contiguous() if wanted[1] else None
+    dbias = sums[:, -1].sum(0).to(bias.dtype) if bias is not None and wanted[2] else None
+    return dx, dweight, dbias, dinitial
+
+
+def plan_backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: ConvolutionInputs, options: ConvolutionOptions,
+    wanted: Sequence[bool],
+) -> ConvolutionBackward:  # fmt: skip
+    """Plans `backward`."""
+    x, weight, _, initial, _ = inputs
+    dx = layout_of(x, x.shape[2])
+    dinitial = None
+    if wanted[3] and initial is not None:
+        dinitial = Buffer.rows(inputs.state_shape, initial.dtype)
+    rows = {"x": x, "grad": grad, "dx": dx}
+    programs, arguments = arguments_of(inputs, options, rows, grad_state, dinitial, backward=True)
+    launch = Launch(
+        backward_kernel,
+        programs,
+        takes=(*_TAKES, "grad", "grad_final", "dx", "dinitial", "sums"),
+        dinitial_strides=state_strides(dinitial),
+        **arguments,
+    )
+    sums = None
+    if wanted[1] or wanted[2]:
+        sums = Buffer.rows((arguments["sizes"].all_tiles, weight.shape[1] + 1, x.shape[2]), torch.float32)
+    return ConvolutionBackward(Buffer.like(dx), dinitial, sums, launch)
+
+
+_TAKES = ("x", "weight", "bias", "initial", "cu_seqlens")
+
+
+def state_strides(state: Tensor | Buffer | None) -> TapStrides:
+    """Returns the strides of a state, if there is one."""
+    if state is None:
+        return TapStrides(0, 0, 0)
+    return TapStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
+
+
+def arguments_of(
+    inputs: ConvolutionInputs, options: ConvolutionOptions, rows: dict[str, Tensor],
+    final: Tensor | Buffer | None, written: Buffer | None, *, backward: bool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Returns the programs of a launch, and what it is given by name.
+
+    Args:
+        inputs: The call's tensors.
+        options: Its options.
+        rows: Tensors (B, N, C) by name.
+        final: The last states, or their gradient.
+        written: States that are written, by programs of their own.
+        backward: True for the backward.
+    """
+    x, weight, bias, initial, cu_seqlens = inputs
+    batch, tokens, channels = x.shape
+    layout = layout_for(Strides, *(t[:, :, None] for t in rows.values()))
+    axis = "c" if layout.unit else "n" if all(t.stride(1) == 1 for t in rows.values()) else ""
+    block_t = 1 if tokens == 1 else TOKENS[backward]
+    block_c = min(max(ELEMENTS // block_t, 64), triton.next_power_of_2(channels), 512)
+    tiles, blocks = -(-tokens // block_t), -(-channels // block_c)
+    sizes = ConvolutionSizes(
+        tokens=tokens,
+        tiles=tiles,
+        all_tiles=batch * tiles,
+        blocks=blocks,
+        sequences=inputs.sequences,
+        cu_stride=0 if cu_seqlens is None else cu_seqlens.stride(0),
+        weight_c=weight.stride(0),
+        weight_k=weight.stride(1),
+        bias_c=0 if bias is None else bias.stride(0),
+        initial=state_strides(initial),
+        final=state_strides(final),
+    )
+    config = ConvolutionConfig(
+        ACTIVATION=options.activation,
+        TAPS=weight.shape[1],
+        CHANNELS=channels,
+        VEC=layout.vec,
+        AXIS=axis,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        BLOCK_K=triton.next_power_of_2(weight.shape[1] - 1),
+    )
+    programs = (batch * tiles + (0 if written is None else inputs.sequences)) * blocks
+    return programs, {"sizes": sizes, "config": config, **layout.of(*rows)}
