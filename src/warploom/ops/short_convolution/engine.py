@@ -27,10 +27,10 @@ from warploom.runtime.plans import Plans
 
 Tensor = torch.Tensor
 
-ELEMENTS = 4096
-"""Elements of a tile."""
-TOKENS = {False: 32, True: 64}
-"""Tokens of a tile, unless there is one alone, by whether it is the backward's, which leaves sums for each."""
+ELEMENTS = 2048
+"""Elements of a tile, which the backward gives twice the threads, for its registers."""
+TOKENS = 32
+"""Tokens of a tile, unless there is one alone."""
 
 
 class ConvolutionForward(NamedTuple):
@@ -141,7 +141,7 @@ def arguments_of(
     batch, tokens, channels = x.shape
     layout = layout_for(Strides, *(t[:, :, None] for t in rows.values()))
     axis = "c" if layout.unit else "n" if all(t.stride(1) == 1 for t in rows.values()) else ""
-    block_t = 1 if tokens == 1 else TOKENS[backward]
+    block_t = 1 if tokens == 1 else TOKENS
     block_c = min(max(ELEMENTS // block_t, 64), triton.next_power_of_2(channels), 512)
     tiles, blocks = -(-tokens // block_t), -(-channels // block_c)
     sizes = ConvolutionSizes(
@@ -168,4 +168,4 @@ def arguments_of(
         BLOCK_K=triton.next_power_of_2(weight.shape[1] - 1),
     )
     programs = (batch * tiles + (0 if written is None else inputs.sequences)) * blocks
-    return programs, {"sizes": sizes, "config": config, **layout.of(*rows)}
+    return programs, {"sizes": sizes, "config": config, "num_warps": 8 if backward else 4, **layout.of(*rows)}

@@ -269,7 +269,9 @@ def backward_kernel(
         states = find_state_rows(tile - sizes.all_tiles, cu_seqlens, sizes, config)
         before = states.start - (TAPS - 1) + states.n
         none = tl.zeros([before.shape[0], c.shape[0]], tl.float32)
-        dstate = differentiate_input(tensors, grads, states, before, c, none, sizes, x_strides, grad_strides, config)
+        dstate = differentiate_input(
+            tensors, grads, states, before, c, none, sizes, x_strides, grad_strides, config
+        )
         state_ptrs = state_pointers(dinitial, states, states.n, c, dinitial_strides)
         state_inside = states.used[:, None] & (c < config.CHANNELS)[None, :]
         tl.store(state_ptrs, rounded(dstate, dinitial.dtype.element_ty), mask=state_inside)
