@@ -165,6 +165,13 @@ def test_environment_id_is_stable_and_ignores_what_passes() -> None:
     assert environment_id(here) != environment_id(here | {"torch": "0"})
 
 
+def test_the_environment_has_the_versions_of_what_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_version", lambda name: {"flash-attn-4": "4.1", "fla-core": "0.4"}.get(name))
+    assert describe_environment(CPU)["packages"] == "fla-core 0.4, flash-attn-4 4.1"
+    monkeypatch.setattr(environment, "_version", lambda name: None)
+    assert "packages" not in describe_environment(CPU)
+
+
 def test_environment_takes_nothing_from_a_tool_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(
         name="A GPU", major=9, minor=0, multi_processor_count=1, total_memory=2**30, L2_cache_size=2**20, uuid="1"

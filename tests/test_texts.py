@@ -16,6 +16,7 @@ from test_report import GPU, make_records
 
 from warploom.bench.records import Record, append, save_environment
 from warploom.errors import ArgumentError
+from warploom.ops import benches
 from warploom.report import write_report
 from warploom.report.panels import arrange
 from warploom.testing.specs import load_specs
@@ -62,8 +63,8 @@ def test_a_headline_includes_what_is_lost(lost: bool) -> None:
     table = texts.speed_table(fresh(records), DEVICES).splitlines()
     (row,) = [line for line in table if line.startswith("| RoPE")]
     words = [cell.strip() for cell in row.split("|")[1:-1]]
-    ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
-    assert words[3:] == ["H200", "0.8192", "50 %", "liger", ratio, counts, "3"]
+    ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 (3) / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
+    assert words[3:] == ["H200", "0.8192", "50 %", "liger", ratio, counts, "3 / 8"]
 
 
 def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:
@@ -96,6 +97,17 @@ def test_no_records_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "no records" in write([], {})
 
 
+def test_a_row_says_how_many_cases_the_suites_have() -> None:
+    records = make_records({"warploom": 2.0, "liger": 4.0}, activations=("none",))
+    (row,) = [line for line in texts.guide_table("lrpe", fresh(records), DEVICES).splitlines() if "Forward" in line]
+    suites = benches()["lrpe-rotate"].suites
+    cases = [case for name in ("published", "theta", "seeds") for case in suites[name]("cuda")]
+    assert row.endswith(f"| 3 / {len({json.dumps(dict(case), sort_keys=True) for case in cases})} |")
+    (section,) = arrange(fresh(records), DEVICES)
+    lines = texts.whole_tables(fresh(records), DEVICES).splitlines()
+    assert sum(line.endswith("| 3 / 8 |") for line in lines) == len(section.panels) * 2
+
+
 def test_published_rows_stand_beside_our_records() -> None:
     records = make_records({"warploom": 2.0, "torch": 3.0}, activations=("none",))
     told, *parts = texts.published_tables(fresh(records), DEVICES).split("\n\n")
@@ -123,8 +135,8 @@ def test_each_row_is_of_one_gpu() -> None:
     assert [line.split(" | ")[1:3] for line in table.splitlines()[2:]] == [
         ["Forward", "H200"], ["Backward", "H200"], ["Forward", "H100"], ["Backward", "H100"],
     ]  # fmt: skip
-    assert table.count("| 2.00 (2.00 … 2.00) | 0 / 0 / 2 | 2 |") == 2
-    assert table.count("| 3.00 (3.00 … 3.00) | 0 / 0 / 3 | 3 |") == 2
+    assert table.count("| 2.00 (2.00 … 2.00) | 0 / 0 / 2 | 2 / 64 |") == 2
+    assert table.count("| 3.00 (3.00 … 3.00) | 0 / 0 / 3 | 3 / 64 |") == 2
     below = texts.below_target(records, DEVICES)
     assert all(f"| Forward | {gpu} | {count} / {count} |" in below for gpu, count in (("H200", 2), ("H100", 3)))
     whole, elsewhere = texts.whole_tables(records, DEVICES), texts.elsewhere_tables(records, DEVICES)

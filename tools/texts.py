@@ -26,7 +26,7 @@ from warploom.bench.records import LIMIT, Record, is_clean, is_stale, load, load
 from warploom.bench.storage import load_lines, read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
-from warploom.ops.spec import KERNELS
+from warploom.ops.spec import KERNELS, Case
 from warploom.report.chart import make_charts, render_picture
 from warploom.report.labels import format_mode, format_size, sort_xs
 from warploom.report.palette import choose_looks
@@ -125,8 +125,10 @@ ROWS = (
     Row("TPA attention", "tpa_attention", "fwd", {}, _TPA, "1 × 8k × 16 × 128, rank 2, bf16"),
     Row("Transformer, training step", "transformer", "train", {}, _STEP, "md, 4 × 512 tokens, bf16"),
 )
-COMPARED = ("fastest alternative", "its time / ours", "lost / level / compared", "cases")
+COMPARED = ("fastest alternative", "its time / ours", "lost / level (below 1) / compared", "measured / in suites")
 """Heads of the cells that `_compared` returns."""
+UNCOUNTED = ("quick", "trial")
+"""Suites whose cases are others' or nobody's: for a first look, and for tests."""
 
 
 def by_gpu(records: Sequence[Record], devices: Mapping[str, str]) -> dict[str, list[Record]]:
@@ -158,7 +160,7 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
         if record.operator == row.operator
         and record.mode == row.mode
         and (not row.suite or record.suite == row.suite)
-        and _has(record, row.kind)
+        and _has(record.case, row.kind)
     ]
     if not chosen:
         return []
@@ -172,27 +174,46 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
     ms, share = (format_number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
     way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
     shape = f"{row.shape}, {way}" if way else row.shape
-    compared = _compared(found)
+    compared = _compared(found, lambda case: _has(case, row.kind), row.suite)
     if not typical and not found.pairs:
         compared[0] = "its kernels have changed since it was measured"
     return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *compared]
 
 
-def _has(record: Record, parameters: Mapping[str, Any]) -> bool:
-    return all(record.case.get(name) == value for name, value in parameters.items())
+def _has(case: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    return all(case.get(name) == value for name, value in parameters.items())
 
 
 def _is_typical(row: Row, record: Record) -> bool:
     """Returns True for a time of ours of the case that is shown."""
     ours = record.provider.startswith(KERNELS) and bool(record.ms)
-    return ours and record.mode == row.mode and _has(record, row.kind) and _has(record, row.typical)
+    return ours and record.mode == row.mode and _has(record.case, row.kind) and _has(record.case, row.typical)
 
 
-def _compared(found: Summary) -> list[str]:
-    cases = str(sum(found.counts.values()))
+def _compared(found: Summary, belongs: Callable[[Case], bool] = lambda case: True, suite: str = "") -> list[str]:
+    """Cells on alternatives, and on how many of the cases that suites have were measured.
+
+    Args:
+        found: What was measured.
+        belongs: Returns True for a case of the suites that belongs to it.
+        suite: The only suite that counts; all but `UNCOUNTED` if it is empty.
+    """
+    cases = f"{sum(found.counts.values())} / {_count_in_suites(found, belongs, suite)}"
     if not found.pairs:
         return ["none in the same run", "–", "–", cases]
-    return [found.alternatives, found.ratios, f"{found.lost} / {found.level} / {len(found.pairs)}", cases]
+    slower = sum(pair.verdict == "same" and pair.ratio < 1 for pair in found.pairs)
+    level = f"{found.level} ({slower})" if slower else str(found.level)
+    return [found.alternatives, found.ratios, f"{found.lost} / {level} / {len(found.pairs)}", cases]
+
+
+def _count_in_suites(found: Summary, belongs: Callable[[Case], bool], suite: str) -> int:
+    """The number of cases that the suites of a bench have on a GPU in a mode, at least as many as were measured."""
+    bench = benches().get(found.operator.replace("_", "-"))
+    mode = found.mode.removesuffix("_graph")
+    names = [suite] if suite else [name for name in bench.suites if name not in UNCOUNTED] if bench else []
+    cases = [case for name in names if bench and mode in bench.modes for case in bench.suites[name]("cuda")]
+    own = [case.point.record.case for case in found.cases]
+    return len({json.dumps(dict(case), sort_keys=True) for case in [*own, *filter(belongs, cases)]})
 
 
 def _percent(share: float | None) -> str:
@@ -297,8 +318,16 @@ def _whole_table(section: Section) -> Table:
             firsts = (next((each[x] for each in own if x in each and each[x].ms), None) for x in panel.xs(mode))
             last = next(reversed([point for point in firsts if point]), None)
             place = [format_size(last.x), format_number(last.ms)] if last else ["", ""]
-            rows.append([panel.label, mode, *place, _spread(found.shares), *_compared(found)])
+            compared = _compared(found, partial(_is_of_panel, section, panel))
+            rows.append([panel.label, mode, *place, _spread(found.shares), *compared])
     return Table.of(heads, rows, words=3)
+
+
+def _is_of_panel(section: Section, panel: Panel, case: Case) -> bool:
+    """Returns True if a case has the parameters of a panel, and no others but that of the axis and lists."""
+    known = {**dict.fromkeys(section.choices), **section.constants, **panel.parameters}
+    rest = {name: value for name, value in case.items() if name != section.x and not isinstance(value, list)}
+    return _has(case, known) and set(rest) <= set(known)
 
 
 def published_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -443,7 +472,7 @@ def grid(
     chosen = [
         record
         for record in records
-        if record.operator == operator and record.suite in suites and _has(record, kind)
+        if record.operator == operator and record.suite in suites and _has(record.case, kind)
     ]
     rows, heads = [], []
     for section in arrange(chosen, devices):

@@ -29,6 +29,12 @@ were measured, and a commit to anything else changes no measurement."""
 COMMIT = "WARPLOOM_COMMIT"
 """Names the commit of a copy without its repository or with an older one, which is not asked then."""
 
+PACKAGES = (
+    "causal-conv1d", "fla-core", "flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention",
+    "flashinfer-python", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "transformers",
+)  # fmt: skip
+"""Distributions whose kernels are measured beside ours, or that theirs are compiled with."""
+
 _NVIDIA_SMI = {
     "driver": ("driver_version", str),
     "power_limit_w": ("power.limit", float),
@@ -58,8 +64,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "triton": _version("triton"),
         "warploom": __version__,
     }
+    if others := {name: version for name in PACKAGES if (version := _version(name))}:
+        environment["packages"] = ", ".join(f"{name} {version}" for name, version in others.items())
     if device.type == "cuda":
-        environment |= _gpu(device)
+        environment |= _gpu(device) | {"cudnn": torch.backends.cudnn.version()}
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return environment | _checkout(Path(__file__).parent) | {"started": started}
 
