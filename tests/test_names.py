@@ -251,9 +251,16 @@ def test_heads_before_tokens_are_seen_by_sizes_and_strides(dense: bool) -> None:
             encode(x, torch.ones(2))
 
 
+def test_short_sequences_with_heads_first_are_seen_by_the_number_of_heads() -> None:
+    for shape in ((2, 8, 64, 32), (1, 12, 49, 4), (1, 31, 128, 4)):
+        x = torch.randn(shape)
+        with pytest.warns(LayoutWarning, match=f"{shape[1]} tokens of {shape[2]} heads"):
+            flash_attention(x, x, x)
+
+
 @pytest.mark.filterwarnings("error")
 def test_tokens_before_heads_are_not_warned_of() -> None:
-    for heads, tokens in ((8, 30), (128, 5), (12, 256), (128, 1), (3, 3)):
+    for heads, tokens in ((8, 30), (48, 5), (128, 32), (12, 256), (128, 1), (3, 3)):
         x = torch.randn(1, tokens, heads, 4)
         key = torch.randn(1, 300, heads, 4)
         first = heads_first(heads, tokens)  # as PyTorch's own attention takes it
@@ -267,6 +274,9 @@ def test_tokens_before_heads_are_not_warned_of() -> None:
         if tokens >= heads or tokens == 1:
             flash_attention(*(first.transpose(1, 2),) * 3, causal=True)
             lrpe_rotate(first.transpose(1, 2), torch.ones(2))
+    x = torch.randn(1, 5, 128, 4)
+    linear_attention(x, x, x)
+    lrpe_rotate(x, torch.ones(2))
     x = heads_first(12, 256)
     lrpe_rotate(x, torch.ones(2), position_ids=torch.arange(12))
     lrpe_rotate(x, torch.ones(256, 2))  # a theta for each head

@@ -54,13 +54,15 @@ def layout_for(kind: type[Any], *tensors: Tensor) -> Layout:
 
 
 def warn_of_heads_first(
-    function: str, q: Tensor, k: Tensor, *others: Tensor, aligned: bool = False, most_heads: int = MOST_HEADS
-) -> None:
+    function: str, q: Tensor, k: Tensor, *others: Tensor, aligned: bool = False, most_heads: int = MOST_HEADS,
+    few_heads: int = MOST_HEADS,
+) -> None:  # fmt: skip
     """Warn if tensors (B, N, H, D) look as if they were (B, H, N, D). Only sizes and strides are compared.
 
-    More heads than tokens, of queries and of keys, are a sign in three cases: there are more than ``most_heads``;
-    heads lie before tokens in the memory of all tensors, as in ``x.view(B, N, H, D).transpose(1, 2)``; or queries
-    are aligned with keys and yet more than those, as grouped heads are.
+    More heads than tokens, of queries and of keys, are a sign in three cases: there are more than ``most_heads``,
+    or more than ``few_heads`` and than four times as many as tokens, which are several; heads lie before tokens in
+    the memory of all tensors, as in ``x.view(B, N, H, D).transpose(1, 2)``; or queries are aligned with keys and
+    yet more than those, as grouped heads are.
 
     Args:
         function: The public function, for the warning.
@@ -69,6 +71,7 @@ def warn_of_heads_first(
         others: Tensors whose layout in memory is compared too.
         aligned: Each query is at the place of a key, as in a causal call without lengths.
         most_heads: The greatest number of heads that a short call has.
+        few_heads: The greatest number that a very short one has.
     """
     if torch.compiler.is_compiling():  # a compiler would make a guard of the question
         return
@@ -76,7 +79,9 @@ def warn_of_heads_first(
     if tokens >= heads or keys >= key_heads:
         return
     heads_first = tokens >= keys > 1 and all(x.stride(1) < x.stride(2) for x in (q, k, *others))
-    if min(heads, key_heads) > most_heads or heads_first or (aligned and tokens > keys):
+    least = min(heads, key_heads)
+    many = least > most_heads or (tokens > 1 and least > max(few_heads, 4 * tokens))
+    if many or heads_first or (aligned and tokens > keys):
         of_keys = "" if k is q else f" on {keys} keys of {key_heads} heads"
         warn(
             LayoutWarning,

@@ -77,7 +77,8 @@ def delta_attention(
     ``N = 1`` is a step of decoding.
 
     Args:
-        q: ``(B, N, Hk, D)``; float16, bfloat16, float32 or float64, any strides.
+        q: ``(B, N, Hk, D)``, tokens before heads; float16, bfloat16, float32 or float64, any strides. A tensor
+            ``(B, H, N, D)`` is given as ``x.transpose(1, 2)``; as it is, its heads are taken for tokens.
         k: As ``q``.
         v: ``(B, N, H, E)`` in the dtype of ``q``, with ``H`` a multiple of ``Hk``: head ``h`` takes the queries and
             keys of head ``h // (H / Hk)``.

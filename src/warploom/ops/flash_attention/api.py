@@ -91,7 +91,8 @@ def flash_attention(
     it is grouped-query attention, and query head ``h`` reads key head ``h // (Hq / Hkv)``.
 
     Args:
-        q: ``(B, N, Hq, D)``; float16, bfloat16, float32 or float64, any strides.
+        q: ``(B, N, Hq, D)``, tokens before heads; float16, bfloat16, float32 or float64, any strides. A tensor
+            ``(B, H, N, D)`` is given as ``x.transpose(1, 2)``; as it is, its heads are taken for tokens.
         k: ``(B, M, Hkv, D)`` in the dtype of ``q``, any strides; ``Hq`` a multiple of ``Hkv``.
         v: ``(B, M, Hkv, E)`` in the dtype of ``q``, any strides.
         causal: Query ``i`` sees key ``j`` if ``j ≤ i + M − N``: the last query is aligned with the last key, so

@@ -44,6 +44,8 @@ Bits = Literal["batch", "chunks"]
 BITS: tuple[str, ...] = get_args(Bits)
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
+FEW_HEADS = 48
+"""Heads of keys that few models exceed, and those not in prompts of fewer tokens than a fourth of the heads."""
 MAX_PLACES = 2**31 - 2**10
 """Queries and keys together, whose places the kernels count in 32 bits, and tiles, each of which is a program."""
 _LEAST_TILE = 16  # rows
@@ -145,7 +147,8 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
             raise fault(ArgumentError, NAME, argument, expected, "a tensor")
     if block_table is None:
         bounds = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        warn_of_heads_first(name, q, k, v, aligned=causal and all(b is None for b in bounds))
+        aligned = causal and all(b is None for b in bounds)
+        warn_of_heads_first(name, q, k, v, aligned=aligned, few_heads=FEW_HEADS)
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))

@@ -75,7 +75,8 @@ def linear_attention(
     queries and keys are never in memory. With a state handed in and out, ``N = 1`` is a step of decoding.
 
     Args:
-        q: ``(B, N, H, D)``; float16, bfloat16, float32 or float64, any strides.
+        q: ``(B, N, H, D)``, tokens before heads; float16, bfloat16, float32 or float64, any strides. A tensor
+            ``(B, H, N, D)`` is given as ``x.transpose(1, 2)``; as it is, its heads are taken for tokens.
         k: As ``q``.
         v: ``(B, N, H, E)`` in the dtype of ``q``, any strides.
         decay: Logarithms of decays λ: ``(H,)``, or ``(B, N, H)`` with one for every token; any float dtype.

@@ -41,7 +41,8 @@ def lrpe_cosine(
     product of the encodings knows only the difference of the positions, which is what linear attention needs.
 
     Args:
-        x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head; float16, bfloat16, float32 or float64, any strides.
+        x: ``(B, N, H, D)``, tokens before heads, or ``(B, N, D)`` for a single head; float16, bfloat16, float32 or
+            float64, any strides. A tensor ``(B, H, N, D)`` is given as ``x.transpose(1, 2)``.
         theta: ``(H, E)``, ``(1, E)`` or ``(E,)`` with ``E ≤ ⌈D/k⌉``, any float dtype: frequencies in radians per
             position. A token with coordinates ``s₁ … s_k`` (one, but for a ``grid`` and ``position_ids`` of several
             axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D``, or followed by zeros up to ``D``.
@@ -110,8 +111,8 @@ def lrpe_rotate(
     are ``(f, f + D/2)``, or ``(2f, 2f + 1)`` when ``interleaved``.
 
     Args:
-        x: ``(B, N, H, D)``, or ``(B, N, D)`` for a single head, ``D`` even; float16, bfloat16, float32 or float64,
-            any strides.
+        x: ``(B, N, H, D)``, tokens before heads, or ``(B, N, D)`` for a single head, ``D`` even; float16, bfloat16,
+            float32 or float64, any strides. A tensor ``(B, H, N, D)`` is given as ``x.transpose(1, 2)``.
         theta: ``(H, E)``, ``(1, E)`` or ``(E,)`` with ``E ≤ ⌈D/2k⌉``, any float dtype: frequencies in radians per
             position. A token with coordinates ``s₁ … s_k`` (one, but for a ``grid`` and ``position_ids`` of several
             axes) has the angles ``φ = (s₁ θ, …, s_k θ)``, cut to ``D/2``, or followed by zeros up to ``D/2``
