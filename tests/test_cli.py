@@ -242,7 +242,7 @@ print(warploom.nn.LRPE, warploom.bench.time_functions, warploom.integrations, wa
 def test_the_list_shows_what_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     assert capsys.readouterr().out.startswith(
-        "toy-scale: Toy\n  suites (cases on a GPU) quick (2); modes fwd, bwd\n"
+        "toy-scale: Toy\n  suites (cases on a GPU): quick (2); modes fwd, bwd\n"
     )
     assert main(["list", "toy_scale"]) == 0
     out = capsys.readouterr().out

@@ -205,9 +205,10 @@ def test_a_sentence_says_what_is_faster_level_and_slower():
 
 def test_a_sentence_about_other_functions_names_them(tmp_path: Path):
     (row,) = make_overview(arrange(make_records({"torch": 3.0, "torch_compile": 2.0}, activations=("none",)))).rows
-    assert row.sentence.startswith("No kernel of warploom ran; PyTorch's definition: faster than the fastest")
+    assert row.sentence.startswith("PyTorch's definition: faster than the fastest")
     assert "slower in 6" in row.sentence
     assert not row.ours
+    assert row.definition
     assert make_tables(make_records({"torch": 3.0}))[0].heads[-1] != "fastest other / ours"
     assert not any(cell.ours for line in make_tables(make_records({"torch": 3.0}))[0].rows for cell in line)
     stale = save(tmp_path / "run", [replace(r, operator="gone") for r in make_records({"warploom": 2.0})], GPU)
@@ -511,6 +512,7 @@ def test_report_without_a_gpu_is_about_torch(tmp_path):
     assert "torch_compile 0.05120 0.67 slower" in words
     assert "fastest other / torch" in words
     assert "PyTorch's definition" in words
+    assert "No kernel of warploom ran here: without an NVIDIA GPU it computes in PyTorch." in words
     assert "ours" not in words
     assert "Peak memory" not in words
 

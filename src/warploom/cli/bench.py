@@ -125,7 +125,8 @@ def _how_long(units: Sequence[Unit], device_type: str) -> str:
     seconds = sum(SECONDS[device_type][unit.is_brief] for unit in units)
     time = f"{-(-seconds // 60):.0f} min" if seconds > 90 else f"{-(-seconds // 10) * 10:.0f} s"
     cases = "1 case" if len(units) == 1 else f"{len(units)} cases"
-    return f"{cases} (each mode counts as one): about {time}"
+    idle = "" if device_type == "cuda" else " if no other program computes"
+    return f"{cases} (each mode counts as one): about {time}{idle}"
 
 
 def _more(chosen: Sequence[Bench], suite: str) -> str:

@@ -49,7 +49,7 @@ def _list(options: argparse.Namespace) -> int:
         for bench in known.values():
             suites = ", ".join(f"{suite} ({len(cases('cuda'))})" for suite, cases in bench.suites.items())
             _say(f"{bench.name}: {bench.title}")
-            _say(f"  suites (cases on a GPU) {suites}; modes {', '.join(bench.modes)}")
+            _say(f"  suites (cases on a GPU): {suites}; modes {', '.join(bench.modes)}")
         _say(f"operators, for `warploom check`: {', '.join(operators())}")
     return 0
 

@@ -49,6 +49,8 @@ class Row:
     cases: Sequence[Case]
     ours: bool
     """True if kernels of warploom ran."""
+    definition: bool
+    """True if PyTorch's definition stands for the operator."""
 
     @property
     def place(self) -> str:
@@ -73,6 +75,11 @@ class Overview:
         """The number of cases of warploom's kernels by result."""
         counted = Counter(dot.result for row in self.rows if row.ours for dot in row.dots)
         return {result: counted[result] for result in RESULTS.values()}
+
+    @property
+    def foreign(self) -> bool:
+        """True if PyTorch's definition stands for every operator, as on a CPU."""
+        return bool(self.rows) and all(row.definition for row in self.rows)
 
     @property
     def losses(self) -> str:
@@ -101,7 +108,8 @@ def make_overview(sections: Iterable[Section]) -> Overview:
     for section, device, cases in rows:
         sentence, note = describe(section, cases)
         dots = _place_dots(cases, place)
-        made.append(Row(section.operator, device, sentence, note, dots, cases, section.subject == "ours"))
+        whose = section.subject == "ours", section.definition
+        made.append(Row(section.operator, device, sentence, note, dots, cases, *whose))
     ticks: list[tuple[float, str]] = []
     for x, tick in [(place(tick), tick) for tick in _TICKS if low <= math.log(tick) <= high]:
         if tick == 1 or (abs(x - place(1)) >= _APART and (not ticks or x - ticks[-1][0] >= _APART)):
@@ -133,7 +141,7 @@ def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
     )
     who = "" if section.subject == "ours" else f"{section.subject}: "
     if section.definition:
-        who = "No kernel of warploom ran; PyTorch's definition: "
+        who = "PyTorch's definition: "
     text = f"{who}{'; '.join(parts) or 'no time of the present code'}."
     alone = sum(bool(case.point.ms) and case.point.badge == "ok" and case.pair is None for case in cases)
     states = Counter(case.point.badge for case in cases)
