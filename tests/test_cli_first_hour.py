@@ -144,6 +144,24 @@ def test_the_list_as_json_has_every_case(capsys: pytest.CaptureFixture[str]) -> 
     assert one["toy-scale"]["axis"] == "n"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "bench lrpe-rotate --provder torch",
+            "bench: no option '--provder'; did you mean '--provider'? there are: ",
+        ),
+        ("report runs --outptu=x", "report: no option '--outptu'; did you mean '--output'? there are: "),
+        ("version now", "version: one argument too many: 'now'"),
+    ],
+)
+def test_an_option_that_is_misspelled_has_a_suggestion(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"warploom: {said}")
+
+
 # Before and while it is measured
 
 

@@ -10,9 +10,10 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from warploom.cli import bench, check, compare, env, listing, profile, report
 from warploom.errors import ArgumentError, WarploomError, unknown
@@ -62,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and not words[0].startswith("-") and words[0] not in NAMES:
             raise ArgumentError(unknown("command", words[0], NAMES))
         try:
-            options = make_parser().parse_args(words)
+            parser, commands = _make_parsers()
+            options, others = parser.parse_known_args(words)
+            if others:
+                raise ArgumentError(f"{words[0]}: {_describe_unknown(others[0], commands[words[0]])}")
             status: int = options.command(options)
         finally:  # where --help ends the process too
             sys.stdout.flush()
@@ -103,6 +107,19 @@ def _drop_output() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line, of which ``shtab`` makes completions for a shell."""
+    return _make_parsers()[0]
+
+
+def _describe_unknown(word: str, command: argparse.ArgumentParser) -> str:
+    """Returns the words for an argument that a command does not have."""
+    if not word.startswith("-"):
+        return f"one argument too many: {word!r}"
+    options = dict.fromkeys(re.findall(r"--[a-z][\w-]*", command.format_help()))
+    return unknown("option", word.partition("=")[0], options)
+
+
+def _make_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Returns the parser of the command line, and those of the commands."""
     parser = argparse.ArgumentParser(
         prog="warploom",
         description="Check and measure warploom's operators.",
@@ -117,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     helped.add_argument("of", nargs="?", metavar="COMMAND")
     helped.set_defaults(command=_help)
     commands.add_parser("version", help="show the version").set_defaults(command=_version)
-    return parser
+    return parser, commands.choices
 
 
 def _help(options: argparse.Namespace) -> int:
