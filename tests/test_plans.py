@@ -226,11 +226,25 @@ def test_a_tensor_that_is_different_is_not_recognised(change: Callable[[Tensor],
     assert not like(other, x)
 
 
-def test_a_tensor_that_comes_twice_is_not_recognised() -> None:
-    """PyTorch would not know it again; a guard that never holds is not worth a place among the recent calls."""
-    x = torch.randn(3, 4)
-    assert make_guard(x, x) is None
-    assert make_guard(x, x.view(3, 4)) is not None
+def test_a_tensor_that_comes_twice_is_recognised_where_it_comes_twice() -> None:
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    twice, apart, outer = make_guard(x, x), make_guard(x, y), make_guard(x, y, x)
+    assert twice is not None
+    assert apart is not None
+    assert outer is not None
+    assert [twice(y, y), twice(x, y), twice(x, x.view(3, 4)), twice(x.T, x.T)] == [True, False, False, False]
+    assert [apart(y, x), apart(x, x), apart(x, x.view(3, 4))] == [True, False, True]
+    assert [outer(y, x, y), outer(y, y, y), outer(x, x, y), outer(x, y, y)] == [True, False, False, False]
+
+
+def test_the_third_call_with_one_tensor_for_several_needs_no_key(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(1, 20, 2, 16, device=device)
+    with no_plans():
+        expected = [flash_attention(x, x, x, backend="triton") for _ in range(2)][1]
+        monkeypatch.setattr(dispatch, "tensor_key", lambda tensor: pytest.fail("made a key"))
+        assert torch.equal(flash_attention(x, x, x, backend="triton"), expected)
 
 
 def test_tensors_are_not_recognised_where_something_else_is_to_happen_to_them() -> None:

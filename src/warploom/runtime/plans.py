@@ -75,13 +75,16 @@ def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
 
     It compares types, shapes, strides, dtypes, devices, ``requires_grad``, and the dispatcher's keys of tensors and
     thread, and so notices a dispatch mode, transform or subclass. It does not notice a function mode, a
-    forward-mode derivative, nor, in some versions of PyTorch, ``torch.no_grad``. None where PyTorch has no such
-    function, or where it does not recognise these tensors themselves.
+    forward-mode derivative, nor, in some versions of PyTorch, ``torch.no_grad``. A tensor that comes several times
+    has to come in the same places. None where PyTorch has no such function, or where it does not recognise these
+    tensors themselves.
     """
     if _guard is None:
         return None
-    check = _guard(*tensors)
-    if not check(*tensors):  # the same tensor given twice is never recognised
+    places = [next(i for i, first in enumerate(tensors) if first is tensor) for tensor in tensors]
+    distinct = sorted({*places})
+    check = _guard(*(tensors[i] for i in distinct))  # which never recognises a tensor that comes twice
+    if not check(*(tensors[i] for i in distinct)):
         return None
 
     def like(*tensors: torch.Tensor) -> bool:
@@ -93,7 +96,17 @@ def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
             return False
         return check(*tensors)
 
-    return like
+    if len(distinct) == len(tensors):
+        return like
+    again = [(i, place) for i, place in enumerate(places) if place != i]
+
+    def like_again(*tensors: torch.Tensor) -> bool:
+        for i, place in again:
+            if tensors[i] is not tensors[place]:
+                return False
+        return like(*[tensors[i] for i in distinct])
+
+    return like_again
 
 
 def tensor_key(tensor: object) -> Hashable:
