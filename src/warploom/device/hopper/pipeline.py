@@ -40,14 +40,6 @@ def barriers(count: gl.constexpr):
 
 
 @gluon.jit
-def power_of_two(x):
-    """Returns 2ˣ to 2 units in the last place; zero where the result would be denormal."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def init_ring(full, empty, arrivals: gl.constexpr):
     """Initialise the barriers of a ring of buffers: one arrival fills a buffer, ``arrivals`` empty it."""
     STAGES: gl.constexpr = full.shape[0]

@@ -70,7 +70,6 @@ class KeyKernel(NamedTuple):
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
-    buffers: gl.tuple  # q, lses, do and deltas, as they are copied
     lse: gl.tensor
     delta: gl.tensor
     inverse: gl.tensor | None
@@ -114,7 +113,7 @@ def query_of_step(i, begin, end, group, ORDERED: gl.constexpr, TERMS: gl.constex
 def copy_for_keys(config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
-    q, lses, do, deltas = kernel.buffers
+    q, do = kernel.q, kernel.do
     TERMS: gl.constexpr = config.TERMS
     ORDERED: gl.constexpr = config.ORDERED
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -147,11 +146,11 @@ def copy_for_keys(config: gl.constexpr, kernel):
                 row_inverse = gl.load(kernel.inverse + offsets, mask=mask, other=0.0)
             row_delta = gl.load(kernel.delta + offsets, mask=mask, other=0.0)
             stage = wait_empty(q.empty, count)
-            lses.index(stage).store(row_lse)
+            kernel.lses.index(stage).store(row_lse)
             if kernel.inverse is not None:
                 kernel.inverses.index(stage).store(row_inverse)
             copy_tile(kernel.q_desc, batch, head, m, q, count, batch_size, TERMS)
-            deltas.index(wait_empty(do.empty, count)).store(row_delta)
+            kernel.deltas.index(wait_empty(do.empty, count)).store(row_delta)
             copy_tile(kernel.do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
@@ -289,8 +288,7 @@ def hopper_key_kernel(
     dv_result = Result(dv, None if config.SPLIT else v_tiles, dv_strides)
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, None, None, None,
-        None, call,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, None, None, None, None, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_keys, (0, config, kernel)), (compute_for_keys, (1, config, kernel)), (copy_for_keys, (config, kernel))],

@@ -412,8 +412,7 @@ def hopper_backward_kernel(
     )
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, None, None, added,
-        tiles_added, call,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, None, None, added, tiles_added, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_all, (0, config, kernel)), (compute_all, (1, config, kernel)), (copy_for_keys, (config, kernel)),

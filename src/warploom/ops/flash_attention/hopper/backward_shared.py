@@ -362,7 +362,7 @@ def hopper_shared_key_kernel(
     dv_result = Result(dv, None if config.SPLIT else k_tiles, dv_strides)
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, Weights(weight_tiles, weights_full), None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, (q, lses, do, deltas), lse, delta, inverse, inverses,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, inverse, inverses,
         None, None, call,
     )  # fmt: skip
     gl.warp_specialize(

@@ -177,6 +177,8 @@ def own_keys(place, key_heads, own: gl.constexpr, kernel, config: gl.constexpr):
 @gluon.jit
 def visible(n, queries, call, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr):
     """Returns which keys ``n …`` are there and seen by 64 queries."""
+    # Not one with `triton.tiles.visible`: with lengths, what is not there lies before the keys; and bounds are added to rows
+    # before these are expanded, which compiles to other code.
     key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     if call.seqused_k is None:
         mask = (key < queries.seq.keys)[None, :]

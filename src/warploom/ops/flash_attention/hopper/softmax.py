@@ -9,7 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from warploom.device.hopper.pipeline import power_of_two
+from warploom.device.activations import power_of_two
+from warploom.device.online_softmax import finite_max, update_softmax
 from warploom.ops.flash_attention.hopper.masks import visible, visible_weights
 from warploom.ops.flash_attention.hopper.softcap import HIDDEN, capped, capped_weights
 from warploom.ops.flash_attention.hopper.tiles import ROWS
@@ -38,10 +39,9 @@ def exponent_base(softcap, dtype):
 def softmax_step(
     logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
 ):
-    """Weights of a tile of keys ``n …``; row_sum and row_max with it; the factor that rescales earlier sums.
+    """Returns weights of a tile of keys ``n …``, row_sum and row_max with it, and the factor that rescales earlier sums.
 
-    With a base, nothing is rescaled. Otherwise ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1
-    where it stays the same.
+    With a base, nothing is rescaled.
     """
     BLOCK_N: gl.constexpr = logits.shape[1]
     scale = call.scale
@@ -61,13 +61,7 @@ def softmax_step(
             scale = 1.0
         if MASKED:
             logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, float("-inf"))
-        new_max = gl.maximum(row_max, gl.max(logits, 1) * scale)
-        base = new_max
-        if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-            base = gl.where(new_max == float("-inf"), 0.0, base)
-        weights = power_of_two(logits * scale - base[:, None])
-        rescale = power_of_two(row_max - base)
-        row_sum = row_sum * rescale + gl.sum(weights, 1)
+        weights, row_sum, new_max, rescale = update_softmax(logits, scale, row_sum, row_max, MASKED)
     return weights, row_sum, new_max, rescale
 
 
@@ -76,7 +70,7 @@ def with_sink(row_sum, row_max, sink):
     """row_sum and row_max, in powers of two, with one more logit; the factor that rescales sums of values."""
     logit = sink * LOG2_E
     new_max = gl.maximum(row_max, logit)
-    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    base = finite_max(new_max)
     rescale = power_of_two(row_max - base)
     return row_sum * rescale + power_of_two(logit - base), new_max, rescale
 

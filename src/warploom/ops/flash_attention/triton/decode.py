@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from warploom.device.activations import power_of_two
+from warploom.device.online_softmax import join_maxima
 from warploom.device.packed import sequence_bounds
 from warploom.device.product import product, terms_of
 from warploom.device.rows import Strides
@@ -56,10 +56,7 @@ def join(a, b):
 
     Fused by hand, so that every kernel rounds alike. Joining to `nothing` changes no bit.
     """
-    row_max = tl.maximum(a.row_max, b.row_max)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    rescale_a = power_of_two(a.row_max - base)
-    rescale_b = power_of_two(b.row_max - base)
+    row_max, rescale_a, rescale_b = join_maxima(a.row_max, b.row_max)
     acc = tl.fma(a.acc, tl.broadcast_to(rescale_a[:, None], a.acc.shape), b.acc * rescale_b[:, None])
     return Softmax(acc, tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b), row_max)
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import LOG2_E, power_of_two
+from warploom.device.online_softmax import finite_max, update_softmax
 from warploom.device.packed import is_in_sequence
 from warploom.device.product import product, rounded
 from warploom.device.rows import Strides
@@ -64,23 +65,13 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def softmax_step(softmax, logits, n, position, mask, scale, MASKED: tl.constexpr, config: tl.constexpr):
-    """Returns weights (M, N) of keys from number ``n`` on, and `Softmax` with them but without their values.
-
-    ``row_max`` is kept as rounded, so that sums are rescaled by exactly 1 where it stays the same: ``max * scale −
-    row_max``, one fused operation, is the rounding of that product instead of zero.
-    """
+    """Returns weights (M, N) of keys from number ``n`` on, and `Softmax` with them but without their values."""
     logits, factor = cap_logits(logits, scale, config)
     if MASKED:
         key = n + tl.arange(0, config.BLOCK_N)
         logits = tl.where(visible(position[:, None], key[None, :], mask, config), logits, float("-inf"))
-    new_max = tl.maximum(softmax.row_max, tl.max(logits, axis=1) * factor)
-    base = new_max
-    if MASKED:  # a row that has seen no key yet: −inf − (−inf) must not become NaN
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = power_of_two(logits * factor - base[:, None])
-    rescale = power_of_two(softmax.row_max - base)
-    row_sum = softmax.row_sum * rescale + tl.sum(weights, axis=1)
-    return weights, Softmax(softmax.acc * rescale[:, None], row_sum, new_max)
+    weights, row_sum, row_max, rescale = update_softmax(logits, factor, softmax.row_sum, softmax.row_max, MASKED)
+    return weights, Softmax(softmax.acc * rescale[:, None], row_sum, row_max)
 
 
 @triton.jit
@@ -108,7 +99,7 @@ def with_sink(softmax, sink):
     """Returns `Softmax` with one more logit, which has no value, for each row or all of them."""
     logit = sink.to(tl.float32) * LOG2_E
     new_max = tl.maximum(softmax.row_max, logit)
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    base = finite_max(new_max)
     rescale = power_of_two(softmax.row_max - base)
     acc = softmax.acc * rescale[:, None]
     return Softmax(acc, softmax.row_sum * rescale + power_of_two(logit - base), new_max)
@@ -276,7 +267,7 @@ def combine_kernel(
         before = row_max
         for i in tl.static_range(AHEAD):
             row_max = tl.maximum(row_max, maxima[i])
-        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        base = finite_max(row_max)
         rescale = power_of_two(before - base)
         row_sum *= rescale
         acc *= rescale[:, None]

@@ -52,7 +52,6 @@ def hopper_cosine_kernel(
     place = locate(offsets, cu_seqlens, offset, sizes)
     descs = (a_desc, b_desc, c_desc)
     ring = encoding.allocate_ring(descs, 2, 1)
-    a_tiles, b_tiles, c_tiles = ring.tiles
     sines = gl.allocate_shared_memory(dtype, [1 if DECODED else 2, encoding.BLOCK_T, W], TILE)
     states = gl.allocate_shared_memory(dtype, [2, W, W], gl.NVMMASharedLayout.get_default_for([W, W], dtype))
     weighed = gl.allocate_shared_memory(dtype, [encoding.BLOCK_T, W if form.DECAY != "none" else 64], TILE)
@@ -86,7 +85,7 @@ def hopper_cosine_kernel(
         slot = i % 2
         tile = tiles - 1 - i if REVERSE else i
         first = place.first + tile * encoding.BLOCK_T
-        a, b, c = matrix(a_tiles, slot), matrix(b_tiles, slot), matrix(c_tiles, slot)
+        a, b, c = matrix(ring.tiles[0], slot), matrix(ring.tiles[1], slot), matrix(ring.tiles[2], slot)
         states.index(0).store(state_c.to(dtype))
         states.index(1).store(state_s.to(dtype))
         wait_full(ring.full, i)
@@ -168,7 +167,7 @@ def hopper_cosine_kernel(
         a.store(result.to(dtype))
         fence_async_shared()
         thread_barrier()
-        tma.async_copy_shared_to_global(out_desc, [b_entry, h, first, 0], a_tiles.index(slot))
+        tma.async_copy_shared_to_global(out_desc, [b_entry, h, first, 0], ring.tiles[0].index(slot))
         mbarrier.arrive(ring.empty.index(slot))
         tma.store_wait(0)
         if i + 2 < tiles:

@@ -70,9 +70,9 @@ def sum_gradients(group, run, tile, known, call, config: tl.constexpr):
     c2 = c1
     turned = c1
     moment = c1 if config.STEPPED else c1.to(tl.float64)
-    turning = first_angles(run, tile, call, steps, EXACT, config)
+    rotation = first_angles(run, tile, call, steps, EXACT, config)
     for row in tl.range(run.start, run.end, config.R, num_stages=config.STAGES):
-        position, cosine, sine, turning = next_angles(turning, row, run, tile, call, steps, EXACT, config)
+        position, cosine, sine, rotation = next_angles(rotation, row, run, tile, call, steps, EXACT, config)
         y1, y2, d1, d2 = load_gradients(row, run, tile, known, cosine, sine, EXACT, call, config)
         c1 = tl.fma(y1, d1, c1)
         dphi = y1 * d2
@@ -95,9 +95,9 @@ def apply_gradient(run, tile, known, c1, c2, steps, EXACT: tl.constexpr, call, c
     """Writes the gradient of x of a run, y · (dy − c), where c (1, W) are the columns' sums of y · dy."""
     spec: tl.constexpr = config.spec
     rows = slab_rows(call.out, call.out_strides, tile, spec.VEC)
-    turning = first_angles(run, tile, call, steps, EXACT, config)
+    rotation = first_angles(run, tile, call, steps, EXACT, config)
     for row in tl.range(run.start, run.end, config.R, num_stages=config.STAGES):
-        _, cosine, sine, turning = next_angles(turning, row, run, tile, call, steps, EXACT, config)
+        _, cosine, sine, rotation = next_angles(rotation, row, run, tile, call, steps, EXACT, config)
         y1, y2, d1, d2 = load_gradients(row, run, tile, known, cosine, sine, EXACT, call, config)
         n, mask = block_rows(row, run, config.R)
         to = rows + n.to(tl.int64)[:, None] * (call.out_strides.n * spec.VEC)

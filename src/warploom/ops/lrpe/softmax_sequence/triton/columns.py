@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import LOG2_E, exponential_float32, power_of_two
+from warploom.device.online_softmax import finite_max
 
 SLOTS = tl.constexpr(32)  # read at once
 MINUS_LN_2 = tl.constexpr(-0.6931471805599453)
@@ -84,7 +85,7 @@ def combine_statistics(slots, count, C: tl.constexpr, EXACT: tl.constexpr):
         tops = tl.load(slots + slot * (2 * C), mask=slot < count, other=float("-inf"))
         sums = tl.load(slots + slot * (2 * C) + C, mask=slot < count, other=0.0)
         new = tl.maximum(top, tl.max(tops, axis=0)[None, :])
-        shift = tl.where(new == float("-inf"), 0.0, new)
+        shift = finite_max(new)
         total = total * power(top, shift, EXACT) + column_sum(sums * power(tops, shift, EXACT), EXACT)
         top = new
     return top, total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.device.online_softmax import finite_max
 from warploom.device.rotation import rotate
 from warploom.device.rows import load_input, store_pair
 from warploom.ops.lrpe.softmax_sequence.triton.columns import column_sums, power, weights
@@ -45,7 +46,7 @@ def largest_entries(run, tile, call, config: tl.constexpr):
         top2 = tl.maximum(top2, x2)
     top1 = tl.max(top1, axis=0)[None, :]
     top2 = tl.max(top2, axis=0)[None, :]
-    return tl.where(top1 == float("-inf"), 0.0, top1), tl.where(top2 == float("-inf"), 0.0, top2)
+    return finite_max(top1), finite_max(top2)
 
 
 @triton.jit
@@ -83,10 +84,10 @@ def apply_softmax(run, tile, known, steps, call, config: tl.constexpr):
     KIND: tl.constexpr = spec.KIND
     EXACT: tl.constexpr = config.EXACT
     rows = slab_rows(call.out, call.out_strides, tile, spec.VEC)
-    turning = first_angles(run, tile, call, steps, EXACT, config)
+    rotation = first_angles(run, tile, call, steps, EXACT, config)
     for row in tl.range(run.start, run.end, config.R, num_stages=config.STAGES):
         x1, x2 = load_x(row, run, tile, call, config)
-        _, cosine, sine, turning = next_angles(turning, row, run, tile, call, steps, EXACT, config)
+        _, cosine, sine, rotation = next_angles(rotation, row, run, tile, call, steps, EXACT, config)
         y1 = weights(x1, known.shift1, known.scale1, EXACT)
         y2 = y1
         if KIND != "cosine":

@@ -199,39 +199,45 @@ def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.co
     return position, cosine, sine
 
 
+class Rotation(NamedTuple):
+    """Cosines and sines of a block's rows, and of the angles by which all rows rotate from one block to the next."""
+
+    cosine: tl.tensor
+    sine: tl.tensor
+    step_cosine: tl.tensor
+    step_sine: tl.tensor
+
+
 @triton.jit
 def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
-    """Returns what `next_angles` takes for a run's first block.
-
-    With ``STEPPED``: its cosines and sines, and those of the angles by which all rows turn from one block to the next.
-    """
+    """Returns what `next_angles` takes for a run's first block: a `Rotation`, or nothing of use unless ``STEPPED``."""
     if config.STEPPED:
         _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, config)
         step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), steps, not EXACT)
-        turning = (cosine, sine, step_cosine, step_sine)
+        rotation = Rotation(cosine, sine, step_cosine, step_sine)
     else:
-        turning = (run.start,)
-    return turning
+        rotation = (run.start,)
+    return rotation
 
 
 @triton.jit
-def next_angles(turning, row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
+def next_angles(rotation, row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
     """Returns a block's positions, unless ``STEPPED``, its cosines and sines (R, W), and what the next block takes.
 
-    To turn on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
+    To rotate on takes half the instructions of a new angle, and none of the special function unit. Rounding errors grow
     with the number of steps: 1e-4 after 128. For results in float32 each fourth block has new angles.
     """
     position = 0
     if config.STEPPED:
-        cosine, sine, step_cosine, step_sine = turning
+        cosine, sine = rotation.cosine, rotation.sine
         if EXACT:
             if (row - run.start) // config.R % 4 == 0:
                 _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
-        next_cosine, next_sine = rotate(cosine, sine, step_cosine, step_sine, "rotate")
-        turning = (next_cosine, next_sine, step_cosine, step_sine)
+        next_cosine, next_sine = rotate(cosine, sine, rotation.step_cosine, rotation.step_sine, "rotate")
+        rotation = Rotation(next_cosine, next_sine, rotation.step_cosine, rotation.step_sine)
     else:
         position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
-    return position, cosine, sine, turning
+    return position, cosine, sine, rotation
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, power_of_two, wait_full
-from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales, SpanSoftmax
+from warploom.device.activations import power_of_two
+from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, wait_full
+from warploom.device.online_softmax import finite_max, join_maxima
+from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales, SpanSoftmax, chunk_length
 
 BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
@@ -112,15 +114,6 @@ class DecodeProgram(NamedTuple):
     sizes: SpanSizes
     out_strides: TokenFeatureStrides
     scales: DecodeScales
-
-
-@gluon.jit
-def chunk_length(length, chunks):
-    """Returns what `triton.decode.chunk_length` does; in Triton's interpreter functions in Gluon cannot refer to that."""
-    chunk = length * 0 + chunks.SHORTEST
-    while (chunk * chunks.WANTED < length) & (chunk < chunks.LONGEST):
-        chunk = chunk * 2
-    return chunk
 
 
 @gluon.jit
@@ -232,10 +225,7 @@ def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl
 def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
     """Returns the softmax that waits at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
     before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
-    row_max = gl.maximum(before_max, softmax.row_max)
-    base = gl.where(row_max == float("-inf"), 0.0, row_max)
-    rescale = power_of_two(before_max - base)
-    rescale_new = power_of_two(softmax.row_max - base)
+    row_max, rescale, rescale_new = join_maxima(before_max, softmax.row_max)
     wide = rescale[None, :] + gl.zeros(softmax.acc.shape, gl.float32, LAYOUT)
     return SpanSoftmax(
         gl.fma(waiting.acc.index(level).load(LAYOUT), wide, softmax.acc * rescale_new[None, :]),
@@ -336,7 +326,7 @@ def attend_spans(config: gl.constexpr, call):
                     if tail:
                         logits = gl.where(start + m < chunk_end, logits, float("-inf"))
                     new_max = gl.maximum(row_max, gl.max(logits, 0))
-                    base = gl.where(new_max == float("-inf"), 0.0, new_max)
+                    base = finite_max(new_max)
                     p = power_of_two(logits - base[None, :])
                     rescale = power_of_two(row_max - base)
                     sums = sums * rescale[None, :] + p

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from warploom.device.activations import exponential_float32, power_of_two
+from warploom.device.online_softmax import exp, finite_max, join_maxima
 from warploom.device.product import add_outside, dot, exact_dot, rounded
 from warploom.ops.tpa.decode.triton.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
@@ -151,19 +151,6 @@ def scale_alone(x, factor, dtype: tl.constexpr):
 
 
 @triton.jit
-def exp(x, dtype: tl.constexpr):
-    """Returns eˣ for results in float32, otherwise 2ˣ, which is one instruction; for x near 0 or below.
-
-    Logits come in these units. The difference of two is exact where it matters, so it comes first.
-    """
-    if dtype == tl.float32:
-        y = exponential_float32(x)
-    else:
-        y = power_of_two(x)
-    return y
-
-
-@triton.jit
 def chunk_length(length, chunks):
     """Returns the keys of a chunk: the shortest length, doubled until there are at most ``WANTED`` chunks or it is the longest."""
     chunk = length * 0 + chunks.SHORTEST
@@ -199,10 +186,7 @@ def join(a, b, dtype: tl.constexpr):
 
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
-    row_max = tl.maximum(a.row_max, b.row_max)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    rescale_a = exp(a.row_max - base, dtype)
-    rescale_b = exp(b.row_max - base, dtype)
+    row_max, rescale_a, rescale_b = join_maxima(a.row_max, b.row_max, dtype == tl.float32)
     return SpanSoftmax(
         tl.fma(a.acc, tl.broadcast_to(rescale_a, a.acc.shape), b.acc * rescale_b),
         row_max,
@@ -499,9 +483,9 @@ def decode_kernel(
             logits = scale_alone(sum_ranks(logits, a, TILE.BLOCK_M, TILE.BLOCK_RK, ROWS), logit_scale, dtype)
             logits = tl.where((m[:, None] < row_end[None, :]) & key_mask[:, None], logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, axis=0, keep_dims=True))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = exp(logits - base, dtype)
-            rescale = exp(row_max - base, dtype)
+            base = finite_max(new_max)
+            p = exp(logits - base, dtype == tl.float32)
+            rescale = exp(row_max - base, dtype == tl.float32)
             sums = sums * rescale + p
             row_max = new_max
             v = feature_tile(v_features, start, end, V, TILE.BLOCK_M, TILE.BLOCK_RV, 0, V.BLOCK_F)
