@@ -245,11 +245,11 @@ def test_chunks_depend_on_the_valid_keys_alone(module: str) -> None:
         most = 1
         for keys in range(0, 700_000, 997):
             most = max(most, -(-keys // (chunk(keys) * chunks.widths[levels])))
-            assert most <= chunks.spans(keys, levels)
-    assert chunks.spans(10**6, chunks.all_levels) == 1
-    assert chunks.spans(128, 0) == 1
-    assert chunks.spans(129, 0) == 2
-    assert chunks.spans(chunks.widths[1] * 128, 1) == 1
+            assert most <= chunks.splits(keys, levels)
+    assert chunks.splits(10**6, chunks.all_levels) == 1
+    assert chunks.splits(128, 0) == 1
+    assert chunks.splits(129, 0) == 2
+    assert chunks.splits(chunks.widths[1] * 128, 1) == 1
 
 
 @needs_triton
@@ -342,8 +342,8 @@ def test_auto_splits_where_there_are_few_programs() -> None:
     from warploom.ops.tpa.decode import engine as launchers
 
     def levels(strategy: str, batch: int, keys: int) -> int:
-        def microseconds(spans: int) -> float:
-            return launchers._microseconds(batch, spans, keys * 640, torch.device("cpu"))
+        def microseconds(splits: int) -> float:
+            return launchers._microseconds(batch, splits, keys * 640, torch.device("cpu"))
 
         return launchers.CHUNKS.levels(strategy, keys, microseconds)
 

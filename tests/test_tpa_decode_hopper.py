@@ -108,9 +108,9 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
     from warploom.runtime.launch import Launch
 
     valid, width, heads, features = (40 * 128, 23 * 128 - 5), CHUNKS.widths[levels], 3, 16
-    spans = CHUNKS.spans(max(valid), levels)
-    partial = torch.randn(2, spans, heads, features, device=device)
-    statistics = torch.stack((torch.randn(2, spans, heads) * 4, torch.rand(2, spans, heads) + 0.5), 2).to(device)
+    splits = CHUNKS.splits(max(valid), levels)
+    partial = torch.randn(2, splits, heads, features, device=device)
+    statistics = torch.stack((torch.randn(2, splits, heads) * 4, torch.rand(2, splits, heads) + 0.5), 2).to(device)
     for i, length in enumerate(valid):  # what no program writes
         partial[i, -(-length // (128 * width)) :] = math.nan
         statistics[i, -(-length // (128 * width)) :] = math.nan
@@ -119,10 +119,10 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
         combine_kernel,
         2 * -(-heads // COMBINE_ROWS),
         takes=("partial", "statistics", "seqused_k", "out"),
-        sizes=DecodeSizes(1, max(valid), spans, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
+        sizes=DecodeSizes(1, max(valid), splits, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
         H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*CHUNKS[:3]),
-        WIDTH=width, NODE=CHUNKS.widths[-1] // width, PAIRS=True, PDL=False,
+        WIDTH=width, GROUP=CHUNKS.widths[-1] // width, PAIRS=True, PDL=False,
     )  # fmt: skip
     combine(partial, statistics, lengths(device, *valid), out)
     for i, length in enumerate(valid):

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from warploom.ops.tpa.decode import engine as launchers
 from warploom.ops.tpa.decode.hopper import launch as launchers_hopper
-from warploom.ops.tpa.decode.triton.decode import SpanParts, SpanSoftmax, load_part, store_part
+from warploom.ops.tpa.decode.triton.decode import Partials, PartialSoftmax, load_part, store_part
 from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
@@ -216,14 +216,14 @@ def test_attention_with_elements_far_apart(far: Tensor, device: torch.device) ->
 def move_part_kernel(
     x, partial, statistics, out, first: tl.int32, rows: tl.int64, R: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
-    """A tile of rows left where a span leaves its part, and read from there."""
+    """A tile of rows left where a split leaves its part, and read from there."""
     row = (first + tl.arange(0, R))[:, None]
     e = tl.arange(0, E)[None, :]
     offsets = tl.arange(0, R)[:, None] * E + e
     slot = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, R)[:, None].to(tl.float32)
-    parts = SpanParts(partial, statistics, rows)
-    store_part(parts, slot, row, e, row < rows, SpanSoftmax(tl.load(x + offsets), number, number), E)
+    parts = Partials(partial, statistics, rows)
+    store_part(parts, slot, row, e, row < rows, PartialSoftmax(tl.load(x + offsets), number, number), E)
     tl.debug_barrier()  # a row is read by another thread than wrote it
     part = load_part(parts, slot, row, e, row < rows, E)
     tl.store(out + offsets, part.acc + part.row_max + part.row_sum)
@@ -270,7 +270,7 @@ def test_an_entry_at_another_address_has_the_bits_of_the_batch(
 def test_split_decoding_of_so_many_queries_and_heads(
     device: torch.device, gpu_memory: Callable[[float], None]
 ) -> None:
-    """Two spans, whose parts have 256 · 257 · 32768 numbers in float32 each, and the output twice: 26 GiB."""
+    """Two splits, whose parts have 256 · 257 · 32768 numbers in float32 each, and the output twice: 26 GiB."""
     gpu_memory(30)
     keys, tokens, heads = 256, 257, 32768
     sizes = {"batch": 1, "keys": keys, "tokens": tokens, "heads": heads, "rank_q": 1, "features": 16, "values": 256}

@@ -40,7 +40,7 @@ class Continuation(NamedTuple):
     """A function from the state (S, H, F, E) that these tokens alone would leave to the state before them: float32
     without gaps. In the backward states are their gradients, and directions the other way."""
     states: Tensor
-    """Memory for states, of `most_slots`. The forward leaves the states before chunks here, for the backward."""
+    """Memory for states, of `most_slots`. The forward stores the states before chunks here, for the backward."""
 
 
 def most_slots(inputs: LinearInputs, options: LinearOptions) -> int:

@@ -148,7 +148,7 @@ def plan_chunks(call: DeltaCall, q: Tensor, k: Tensor, encoding: bool) -> Launch
 
 
 def plan_scan(call: DeltaCall, out: Tensor | None, initial: State, final: State) -> Launch:
-    """Plans the scan over chunks; without ``out`` one that leaves states and updates for the backward."""
+    """Plans the scan over chunks; without ``out`` one that stores states and updates for the backward."""
     layout = layout_of_entries(Strides, call.inputs.v if out is None else out)
     tile, rest = arguments_of(call, layout, "scan")
     return Launch(

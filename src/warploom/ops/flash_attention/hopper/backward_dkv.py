@@ -207,7 +207,7 @@ def used_rows(gradients, n, keys, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def compute_for_keys(own: gl.constexpr, config: gl.constexpr, kernel):
-    """Group number ``own`` of warps of `hopper_key_kernel`. Results leave through the buffers of its keys and values."""
+    """Group number ``own`` of warps of `hopper_key_kernel`. Results are stored through the buffers of its keys and values."""
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
     GROUPS: gl.constexpr = config.GROUPS
     D: gl.constexpr = kernel.q.tiles.shape[4]

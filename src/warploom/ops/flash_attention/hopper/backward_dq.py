@@ -186,7 +186,7 @@ def gradient_of_wide_queries(queries, row_lse, row_delta, count, own: gl.constex
 
 @gluon.jit
 def compute_for_queries(own: gl.constexpr, config: gl.constexpr, kernel):
-    """Run group number ``own`` of warps of `hopper_query_kernel`. Wide results leave through the buffers of the queries."""
+    """Run group number ``own`` of warps of `hopper_query_kernel`. Wide results are stored through the buffers of the queries."""
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
     CAUSAL: gl.constexpr = config.CAUSAL
     D: gl.constexpr = kernel.q_tiles.shape[4]
@@ -206,7 +206,7 @@ def compute_for_queries(own: gl.constexpr, config: gl.constexpr, kernel):
             dq, count = gradient_of_wide_queries(queries, row_lse, row_delta, count, own, kernel, config)
         else:
             dq, count = gradient_of_queries(queries, row_lse, row_delta, count, own, kernel, config)
-            tma.store_wait(0)  # until the tile before has left its buffer
+            tma.store_wait(0)  # until the tile before is stored from its buffer
         batch, head = place.row // schedule.heads, place.row % schedule.heads
         if config.PIECES > 1:
             store_pieces(kernel.dq, dq, call.grad_scale, place.split, batch, head, m, tokens, OUT_LAYOUT)

@@ -167,7 +167,7 @@ def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, con
     """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
     A tile's gradient of queries is formed one step later, when the other group's gradients of logits are there, and
-    leaves while gradients of keys and the next logits are computed.
+    is stored while gradients of keys and the next logits are computed.
     """
     q, do, exchange, heads = kernel.q, kernel.do, kernel.exchange, kernel.call.schedule.group
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -202,7 +202,7 @@ def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, con
             row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
             rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)  # dSᵀ = Pᵀ ⊙ (dPᵀ − δ)
             share_dlogits(exchange, rounded, count, own)
-            # dQ = dS K, of the tile before. The first of these products, so that it leaves beside the others.
+            # dQ = dS K, of the tile before. The first of these products, so that it is stored beside the others.
             dq = query_gradient(exchange, count - 1, own, zero, count > start)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
             dk = warpgroup_mma(dlogits, matrix(q.tiles, slot), dk, is_async=True)  # dK += dSᵀ Q
@@ -233,7 +233,7 @@ def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, con
 
 @gluon.jit
 def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
-    """Run group number ``own`` of warps of `hopper_backward_kernel`. Results leave by the buffers of its keys and values.
+    """Run group number ``own`` of warps of `hopper_backward_kernel`. Results are stored through the buffers of its keys and values.
 
     What is behind the last key is zeros, and so are its logits: where all others are far below, its weight is infinite, and
     times zero it is NaN. If such a tile ``ENDS`` within, and no other mask hides that, weights there are zero.
@@ -372,7 +372,7 @@ def hopper_backward_kernel(
 
     Tensors are as in `hopper_key_kernel`. The gradient of queries is ``added`` up, without the scale, in a descriptor of
     (B, H, N, D) float32, which may hold anything. ``tiles_added`` (GROUPS, B, H, N) are zero, and afterwards say at the first
-    query of a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, in which its sums leave.
+    query of a tile how many tiles of keys were added there. ``PARTS`` are buffers of each group, through which its sums are stored.
     ``ENDS``: see `compute_all`.
 
     The same inputs give the same bits: tiles of keys are added to a tile of queries in one order (`query_in_order`), and a

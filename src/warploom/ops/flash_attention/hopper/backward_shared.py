@@ -250,8 +250,8 @@ def query_loop_in_pieces(acc, count, slot, keys, kernel, VALUES: gl.constexpr, c
 def compute_for_one(VALUES: gl.constexpr, config: gl.constexpr, kernel):
     """One of two groups of warps with the same 64 keys: for the gradient of their values, or for theirs.
 
-    Its result leaves through the buffer that it alone reads: the gradient of values through that of keys, and the other
-    way round. In pieces, or of several terms, it leaves through no buffer: while it does, the next keys and values are
+    Its result is stored through the buffer that it alone reads: the gradient of values through that of keys, and the other
+    way round. In pieces, or of several terms, it is stored from registers: while it is, the next keys and values are
     copied.
     """
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule

@@ -27,7 +27,7 @@ HOPPER_IN_PIECES = {"forward": HopperTiles(2, 128, 2), "key": HopperTiles(1, 64,
 """Tiles with queries and keys of 192 features and values of 128."""
 
 HOPPER_PARTS = {64: 2, 128: 1}
-"""Buffers in which the backward's sums of a group leave, by features."""
+"""Buffers through which the backward's sums of a group are stored, by features."""
 
 HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
 """Tiles with 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave

@@ -226,7 +226,7 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
             inverse = inverse * rescale
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         if OWN_BUFFERS:
-            tma.store_wait(0)  # until the tile before has left its buffer
+            tma.store_wait(0)  # until the tile before is stored from its buffer
         # Of queries in pieces, the first tile of results within the group's own.
         OUT_SLOT: gl.constexpr = (
             own if OWN_BUFFERS else (own * q_tiles.shape[0] // GROUPS * q_tiles.shape[4] + E - 1) // E

@@ -21,7 +21,7 @@ from warploom.device.hopper.pipeline import bytes_of_slot, copy_rows, matrix, th
 
 ROWS = gl.constexpr(64)  # rows of a group of warps: what one matrix instruction takes
 NARROW_HEAD = gl.constexpr(128)
-"""Features of a head up to which results have buffers of their own. Wider ones leave through those of the queries."""
+"""Features of a head up to which results have buffers of their own. Wider ones are stored through those of the queries."""
 STRIDE_UNIT = gl.constexpr(8)
 """Elements in which strides of rows in pieces are counted: 16 bytes, a multiple of which they are for descriptors."""
 

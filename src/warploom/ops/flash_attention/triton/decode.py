@@ -205,12 +205,12 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend with one tile of rows to the keys of one head, over one part of its KV loop.
 
-    Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are left as `Softmax` of each
+    Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are stored as `Softmax` of each
     chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
-    ``config`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and leaves it.
+    ``config`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and stores it.
 
     With ``cu_seqlens_q``, queries are packed: a batch entry is a sequence of ``sizes.tokens`` queries at most, which
-    are where its bounds say, and chunks of them are left as those of a batch.
+    are where its bounds say, and chunks of them are stored as those of a batch.
     """
     if PDL:  # with the launch that joins chunks, which waits for this one
         gdc_launch_dependents()
@@ -320,7 +320,7 @@ def decode_kernel(
                 softmax = nothing(ROWS, BLOCK_E)
                 chunk += 1
                 chunk_stop += span
-    if lse is None:  # chunks are left as those of a batch
+    if lse is None:  # chunks are stored as those of a batch
         to = target(q_head, r, batch, None, sizes, strides.out, config)
     else:
         to = target(q_head, r, batch, queries, sizes, strides.out, config)
@@ -341,7 +341,7 @@ def combine_chunks_kernel(
     lse_rows: LseRows, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
     part_strides: Strides, out_strides: Strides, tiles: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a row of what `forward.forward_kernel` writes, from what `decode_kernel` left of all chunks.
+    """Write a row of what `forward.forward_kernel` writes, from what `decode_kernel` stored of all chunks.
 
     Parts are in float32, with the strides of ``out``. Those of packed queries have ``part_strides``, and rows of
     sequences with fewer or more are left alone.

@@ -35,7 +35,7 @@ MOST_TOKENS = 16
 
 
 class SplitPlan(NamedTuple):
-    """A launch of the kernel, what joins the chunks that it leaves, of how many parts these are, and their sizes."""
+    """A launch of the kernel, what joins the chunks that it stores, of how many parts these are, and their sizes."""
 
     launch: Launch
     combine: Launch | None

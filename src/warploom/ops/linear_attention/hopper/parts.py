@@ -102,7 +102,7 @@ def encode_both(parts, call, form: gl.constexpr, BY_HEAD: gl.constexpr, REVERSE:
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(parts.made.index(half))
-        if i >= SINES:  # the result before the last has left its buffer
+        if i >= SINES:  # the result before the last is stored from its buffer
             tma.store_wait(0)
             if i + 1 < call.tiles:
                 copy_tiles_in(parts, parts.c_full, 2, 3, call, i + 1, REVERSE)

@@ -51,8 +51,8 @@ def backward_kernel(
     """Stores the gradient of ``x``, and with ``partial`` sums for that of theta.
 
     Without ``partial`` a program does one tile of rows. With it a program does every so many-th tile of those that
-    share a row of theta, and adds position × (gradient of the angle) in registers, so that few partial sums leave
-    the chip, in a fixed order: one (F,) a program. Where each head has a row of theta, the tiles are of its tokens.
+    share a row of theta, and adds position × (gradient of the angle) in registers, in a fixed order, so that
+    it stores one partial sum (F,). Where each head has a row of theta, the tiles are of its tokens.
     """
     S: tl.constexpr = config.S
     spec: tl.constexpr = config.spec

@@ -24,17 +24,17 @@ class ChunkTree(NamedTuple):
         """The number of levels that are all keys."""
         return len(self.widths)
 
-    def spans(self, keys: int, levels: int) -> int:
-        """Returns the most spans among all lengths up to ``keys``, for so many levels of the tree a program."""
+    def splits(self, keys: int, levels: int) -> int:
+        """Returns the most splits among all lengths up to ``keys``, for so many levels of the tree a program."""
         if levels == self.all_levels:
             return 1
         chunks = max(min(-(-keys // self.shortest), self.wanted), -(-keys // self.longest), 1)
         return -(-chunks // self.widths[levels])
 
     def levels(self, strategy: str, keys: int, microseconds: Callable[[int], float]) -> int:
-        """Returns how many levels a program takes: the fastest under a strategy, by the time for so many spans."""
-        one = next(levels for levels in range(self.all_levels + 1) if self.spans(keys, levels) == 1)
+        """Returns how many levels a program takes: the fastest under a strategy, by the time for so many splits."""
+        one = next(levels for levels in range(self.all_levels + 1) if self.splits(keys, levels) == 1)
         if strategy in ("batch", "batch_head") or one == 0:
             return one
         choices = range(one if strategy == "split_kv" else one + 1)
-        return min(choices, key=lambda levels: microseconds(self.spans(keys, levels)))
+        return min(choices, key=lambda levels: microseconds(self.splits(keys, levels)))

@@ -53,12 +53,12 @@ Tensor = torch.Tensor
 CHUNKS = ChunkTree(shortest=128, longest=1024, wanted=32, widths=(1, 4))
 
 
-def _microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
+def _microseconds(tiles: int, splits: int, entry_bytes: int, device: torch.device) -> float:
     """Returns the estimated time: of the multiprocessor that reads most, and of the second kernel after it."""
-    programs = -(-tiles * spans // multiprocessors(device))
-    span = entry_bytes / spans
-    reading = max(programs * span / ONE_MULTIPROCESSOR, -(-programs // 2) * span / ONE_PROGRAM) + programs * START
-    return reading + (SECOND_LAUNCH + spans * JOIN if spans > 1 else 0.0)
+    programs = -(-tiles * splits // multiprocessors(device))
+    split = entry_bytes / splits
+    reading = max(programs * split / ONE_MULTIPROCESSOR, -(-programs // 2) * split / ONE_PROGRAM) + programs * START
+    return reading + (SECOND_LAUNCH + splits * JOIN if splits > 1 else 0.0)
 
 
 class DecodePlan(NamedTuple):
@@ -107,13 +107,15 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
     chunks, microseconds = CHUNKS, _microseconds
     if on_hopper:
         chunks, microseconds = hopper.CHUNKS, hopper.microseconds
-    levels = chunks.levels(options.strategy, keys, lambda spans: microseconds(tiles, spans, entry_bytes, bq.device))
-    spans = chunks.spans(keys, levels)
+    levels = chunks.levels(
+        options.strategy, keys, lambda splits: microseconds(tiles, splits, entry_bytes, bq.device)
+    )
+    splits = chunks.splits(keys, levels)
     if on_hopper:
-        launch = hopper.plan(factors, out, lengths_stride, spans, levels, scales)
+        launch = hopper.plan(factors, out, lengths_stride, splits, levels, scales)
     else:
-        launch = _plan_launch(factors, out, lengths_stride, spans, levels, scales, tile)
-    if spans == 1:
+        launch = _plan_launch(factors, out, lengths_stride, splits, levels, scales, tile)
+    if splits == 1:
         return DecodePlan(Buffer.like(out), launch)
     pdl = has_pdl(bq.device)
     combine = Launch(
@@ -122,14 +124,14 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
         takes=("partial", "statistics", "seqused_k", "out"),
         num_warps=2,
         pdl=pdl,
-        sizes=DecodeSizes(tokens, keys, spans, lengths_stride),
+        sizes=DecodeSizes(tokens, keys, splits, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=options.scale_v,
         H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=tile_width(values), AHEAD=COMBINE_AHEAD,
         CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=chunks.widths[levels],
-        NODE=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
+        GROUP=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
     )  # fmt: skip
-    shapes = (batch, spans, tokens * heads, values), (batch, spans, 2, tokens * heads)
+    shapes = (batch, splits, tokens * heads, values), (batch, splits, 2, tokens * heads)
     partial, statistics = (Buffer.rows(shape, torch.float32) for shape in shapes)
     return DecodePlan(Buffer.like(out), launch, combine, (partial, statistics))
 
@@ -138,7 +140,7 @@ def _plan_launch(
     factors: Factors,
     out: Tensor,
     lengths_stride: int,
-    spans: int,
+    splits: int,
     levels: int,
     scales: tuple[float, float, float],
     tile: RowTile,
@@ -154,11 +156,11 @@ def _plan_launch(
     q, a, b = feature_factors(bq), head_factors(ak, av), feature_factors(bk, bv)
     return Launch(
         decode_kernel,
-        batch * tile.blocks(heads, tokens) * spans,
+        batch * tile.blocks(heads, tokens) * splits,
         takes=("out", "partial", "statistics", *DecodeInputs._fields),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        sizes=DecodeSizes(tokens, keys, spans, lengths_stride),
+        sizes=DecodeSizes(tokens, keys, splits, lengths_stride),
         strides=DecodeStrides(
             aq=HeadStrides(*strides_of(aq)),
             bq=FeatureStrides(*q.strides[0]),
@@ -178,6 +180,6 @@ def _plan_launch(
             TILE=DecodeTile(tile.queries, tile.heads, block_m, 16, block_rk, block_rv),
             CHUNKS=ChunkLengths(*CHUNKS[:3]),
             LEVELS=levels,
-            WHOLE=spans == 1,
+            WHOLE=splits == 1,
         ),
     )

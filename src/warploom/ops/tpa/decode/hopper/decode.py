@@ -1,14 +1,14 @@
 """Decoding by tensor-product attention for Hopper, written for its asynchronous units in Gluon.
 
-A persistent program holds one multiprocessor and takes spans of the cache, one after the other. One warp copies blocks
-of keys from device memory through the tensor memory accelerator, without a pause between chunks, spans and batch
+A persistent program holds one multiprocessor and takes splits of the cache, one after the other. One warp copies blocks
+of keys from device memory through the tensor memory accelerator, without a pause between chunks, splits and batch
 entries; four warps compute what `triton.decode.decode_kernel` computes, in the same orientation. They meet as
 `warploom.device.hopper.pipeline` says, at two rings of buffers: tiles of feature factors (BLOCK_M, BLOCK), one for each
 rank, and tiles of head factors (BLOCK_M, ROWS · R).
 
-Chunks are joined in a binary tree up to sixteen, and the sixteens from left to right; a program takes a node or all.
-What waits for its neighbour lies in shared memory, a sum (BLOCK, ROWS) for each level: registers have no room for it.
-A span of one chunk never touches it.
+Chunks are joined in a binary tree up to sixteen, and the sixteens from left to right; a program takes a part of the tree or all.
+What is pending until its neighbour is computed lies in shared memory, a sum (BLOCK, ROWS) for each level: registers have no room for it.
+A split of one chunk never touches it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from warploom.device.activations import power_of_two
 from warploom.device.hopper.pipeline import Ring, copy_tile, matrix, new_ring, wait_full
 from warploom.device.online_softmax import finite_max, join_maxima
-from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales, SpanSoftmax, chunk_length
+from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeScales, PartialSoftmax, chunk_length
 
 BLOCK_M = gl.constexpr(64)  # keys of a block: what one matrix instruction takes
 RANKS = gl.constexpr(16)  # of queries, at most: the depth of one matrix instruction
 
 
-class SpanSizes(NamedTuple):
+class SplitSizes(NamedTuple):
     """Sizes of a call, and the stride of seqused_k."""
 
     lengths_stride: gl.int32
-    units: gl.int32  # spans of all batch entries
+    work_items: gl.int32  # splits of all batch entries
     keys: gl.int32
-    spans: gl.int32  # of the keys of a batch entry
-    span_chunks: gl.int32
+    splits: gl.int32  # of the keys of a batch entry
+    split_chunks: gl.int32
 
 
 class TokenHeadStrides(NamedTuple):
@@ -69,9 +69,9 @@ class HopperDecodeConfig(NamedTuple):
     E: int  # features of values
     A_STAGES: int  # buffers of tiles of head factors
     B_STAGES: int  # buffers of tiles of feature factors
-    WHOLE: bool  # whether a span has all keys
+    WHOLE: bool  # whether a split has all keys
     CHUNKS: ChunkLengths
-    SLOTS: int  # levels of the tree at which a sum may wait
+    PENDING: int  # levels of the tree at which a softmax may be pending
 
 
 class Copies(NamedTuple):
@@ -84,7 +84,7 @@ class Copies(NamedTuple):
     a: Ring  # head factors (BLOCK_M, ROWS · R)
     b: Ring  # feature factors (BLOCK_M, BLOCK), a tile for each rank
     seqused_k: gl.tensor | None
-    sizes: SpanSizes
+    sizes: SplitSizes
 
 
 class QueryTiles(NamedTuple):
@@ -107,19 +107,19 @@ class DecodeProgram(NamedTuple):
     partial: gl.tensor | None
     statistics: gl.tensor | None
     w_tiles: gl.shared_memory_descriptor  # weights (R, BLOCK_M, ROWS)
-    waiting: SpanSoftmax  # of each level of the tree
+    pending: PartialSoftmax  # of each level of the tree
     a: Ring
     b: Ring
     seqused_k: gl.tensor | None
-    sizes: SpanSizes
+    sizes: SplitSizes
     out_strides: TokenFeatureStrides
     scales: DecodeScales
 
 
 @gluon.jit
-def span_of(unit, seqused_k, sizes, CHUNKS: gl.constexpr):
-    """Returns batch entry, first key, end and length of a chunk of the span number ``unit``; it may be empty."""
-    batch = unit // sizes.spans
+def split_bounds(item, seqused_k, sizes, CHUNKS: gl.constexpr):
+    """Returns batch entry, first key, end and length of a chunk of the split number ``item``; it may be empty."""
+    batch = item // sizes.splits
     length = sizes.keys
     if seqused_k is not None:
         length = gl.load(seqused_k + batch.to(gl.int64) * sizes.lengths_stride)
@@ -127,22 +127,22 @@ def span_of(unit, seqused_k, sizes, CHUNKS: gl.constexpr):
     chunk = chunk_length(length, CHUNKS)
     first = sizes.keys * 0
     end = length
-    if sizes.spans > 1:
-        first = unit % sizes.spans * sizes.span_chunks * chunk
-        end = gl.minimum(first + sizes.span_chunks * chunk, length)
+    if sizes.splits > 1:
+        first = item % sizes.splits * sizes.split_chunks * chunk
+        end = gl.minimum(first + sizes.split_chunks * chunk, length)
     return batch, first, end, chunk
 
 
 @gluon.jit
-def copy_spans(config: gl.constexpr, copies):
+def copy_splits(config: gl.constexpr, copies):
     """Runs the copying warp."""
     R: gl.constexpr = config.R
     CHUNKS: gl.constexpr = config.CHUNKS
     a, b, sizes = copies.a, copies.b, copies.sizes
     a_count = 0
     b_count = 0
-    for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, _ = span_of(unit, copies.seqused_k, sizes, CHUNKS)
+    for item in range(gl.program_id(0), sizes.work_items, gl.num_programs(0)):
+        batch, first, end, _ = split_bounds(item, copies.seqused_k, sizes, CHUNKS)
         for start in range(first, end, BLOCK_M):
             copy_tile(copies.ak_desc, batch, 0, start, a, a_count)
             for r in gl.static_range(R):
@@ -222,60 +222,60 @@ def query_tile(queries, batch, scale_q, H: gl.constexpr, RQ: gl.constexpr, D: gl
 
 
 @gluon.jit
-def join(softmax, waiting, level: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns the softmax that waits at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
-    before_max = waiting.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
+def join(softmax, pending, level: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the softmax that is pending at a level, joined with ``softmax`` over the keys behind; see `triton.decode.join`."""
+    before_max = pending.row_max.index(level).load(gl.SliceLayout(0, LAYOUT))
     row_max, rescale, rescale_new = join_maxima(before_max, softmax.row_max)
     wide = rescale[None, :] + gl.zeros(softmax.acc.shape, gl.float32, LAYOUT)
-    return SpanSoftmax(
-        gl.fma(waiting.acc.index(level).load(LAYOUT), wide, softmax.acc * rescale_new[None, :]),
+    return PartialSoftmax(
+        gl.fma(pending.acc.index(level).load(LAYOUT), wide, softmax.acc * rescale_new[None, :]),
         row_max,
         gl.fma(
-            waiting.row_sum.index(level).load(gl.SliceLayout(0, LAYOUT)), rescale, softmax.row_sum * rescale_new
+            pending.row_sum.index(level).load(gl.SliceLayout(0, LAYOUT)), rescale, softmax.row_sum * rescale_new
         ),
     )
 
 
 @gluon.jit
-def let_wait(softmax, waiting, level: gl.constexpr):
-    """Store a softmax to wait at a level."""
-    waiting.acc.index(level).store(softmax.acc)
-    waiting.row_max.index(level).store(softmax.row_max)
-    waiting.row_sum.index(level).store(softmax.row_sum)
+def store_pending(softmax, pending, level: gl.constexpr):
+    """Stores a softmax as the pending one of a level."""
+    pending.acc.index(level).store(softmax.acc)
+    pending.row_max.index(level).store(softmax.row_max)
+    pending.row_sum.index(level).store(softmax.row_sum)
 
 
 @gluon.jit
-def climb(softmax, waiting, place, first, last, LAYOUT: gl.constexpr):
-    """Joins the softmax of chunk number ``place`` with what waits, as far up the tree as there are some on both sides.
+def join_pending(softmax, pending, place, first, last, LAYOUT: gl.constexpr):
+    """Joins the softmax of chunk number ``place`` with those that are pending, as far up the tree as there are some on both sides.
 
-    ``first`` is the number of the first chunk of the span, and with ``last`` this is its last one: the result is the
-    softmax of the span. Else it is left where it waits for its neighbour.
+    ``first`` is the number of the first chunk of the split, and with ``last`` this is its last one: the result is the
+    softmax of the split. Else it is stored, pending until its neighbour is computed.
     """
-    LEVELS: gl.constexpr = waiting.acc.shape[0] - 1
-    climbing = place == place  # true, until it is left
+    LEVELS: gl.constexpr = pending.acc.shape[0] - 1
+    joining = place == place  # true, until it is stored
     for level in gl.static_range(LEVELS):
-        if climbing:
+        if joining:
             if place >> level & 1 == 1 and place >> level << level > first:
-                softmax = join(softmax, waiting, level, LAYOUT)
+                softmax = join(softmax, pending, level, LAYOUT)
             if place >> level & 1 == 0 and not last:
-                let_wait(softmax, waiting, level)
-                climbing = place != place
-    if climbing:
+                store_pending(softmax, pending, level)
+                joining = place != place
+    if joining:
         if place >> LEVELS << LEVELS > first:
-            softmax = join(softmax, waiting, LEVELS, LAYOUT)
+            softmax = join(softmax, pending, LEVELS, LAYOUT)
         if not last:
-            let_wait(softmax, waiting, LEVELS)
+            store_pending(softmax, pending, LEVELS)
     return softmax
 
 
 @gluon.jit
-def attend_spans(config: gl.constexpr, call):
+def attend_splits(config: gl.constexpr, call):
     """Runs the computing warps."""
     CHUNKS: gl.constexpr = config.CHUNKS
     H: gl.constexpr = config.H
     R: gl.constexpr = config.R
     E: gl.constexpr = config.E
-    out, w_tiles, waiting, a, b = call.out, call.w_tiles, call.waiting, call.a, call.b
+    out, w_tiles, pending, a, b = call.out, call.w_tiles, call.pending, call.a, call.b
     sizes, out_strides, scales = call.sizes, call.out_strides, call.scales
     q_tile = call.queries.tile
     BLOCK: gl.constexpr = q_tile.shape[0]
@@ -294,11 +294,11 @@ def attend_spans(config: gl.constexpr, call):
     no_logits = gl.zeros([BLOCK_M, ROWS], gl.float32, LAYOUT)
     a_count = 0
     b_count = 0
-    for unit in range(gl.program_id(0), sizes.units, gl.num_programs(0)):
-        batch, first, end, chunk = span_of(unit, call.seqused_k, sizes, CHUNKS)
+    for item in range(gl.program_id(0), sizes.work_items, gl.num_programs(0)):
+        batch, first, end, chunk = split_bounds(item, call.seqused_k, sizes, CHUNKS)
         if config.WHOLE or first < end:
             query_tile(call.queries, batch, scales.q, H, config.RQ, config.D, LAYOUT)
-            softmax = SpanSoftmax(none, none_max, none_sum)
+            softmax = PartialSoftmax(none, none_max, none_sum)
             for chunk_start in range(first, end, chunk):
                 chunk_end = gl.minimum(chunk_start + chunk, end)
                 acc, row_max = none, none_max
@@ -307,13 +307,13 @@ def attend_spans(config: gl.constexpr, call):
                     tail = start + BLOCK_M > chunk_end
                     products = ()
                     for r in gl.static_range(R):
-                        slot = wait_full(b.full, b_count + r)
+                        stage = wait_full(b.full, b_count + r)
                         products = products + (
-                            warpgroup_mma(matrix(b.tiles, slot), q_tile, no_logits, use_acc=False, is_async=True),
+                            warpgroup_mma(matrix(b.tiles, stage), q_tile, no_logits, use_acc=False, is_async=True),
                         )
-                    slot = wait_full(a.full, a_count)
-                    factors = head_factors(matrix(a.tiles, slot), R, LAYOUT)
-                    mbarrier.arrive(a.empty.index(slot))
+                    stage = wait_full(a.full, a_count)
+                    factors = head_factors(matrix(a.tiles, stage), R, LAYOUT)
+                    mbarrier.arrive(a.empty.index(stage))
                     logits = no_logits
                     for r in gl.static_range(R):
                         product = warpgroup_mma_wait(R - 1 - r, deps=[products[r]])
@@ -333,25 +333,25 @@ def attend_spans(config: gl.constexpr, call):
                     row_max = new_max
                     acc = acc * rescale[None, :]
 
-                    slot = wait_full(a.full, a_count + 1)
-                    factors = head_factors(matrix(a.tiles, slot), R, LAYOUT)
-                    mbarrier.arrive(a.empty.index(slot))
+                    stage = wait_full(a.full, a_count + 1)
+                    factors = head_factors(matrix(a.tiles, stage), R, LAYOUT)
+                    mbarrier.arrive(a.empty.index(stage))
                     for r in gl.static_range(R):
                         w = p * factors[r]
                         if tail:
                             w = gl.where(start + m < chunk_end, w, 0.0)
                         w_tiles.index(r).store(w.to(w_tiles.dtype))
                     for r in gl.static_range(R):
-                        slot = wait_full(b.full, b_count + R + r)
+                        stage = wait_full(b.full, b_count + R + r)
                         if tail:  # what lies behind may be NaN, which times zero is NaN
-                            tile = matrix(b.tiles, slot)
+                            tile = matrix(b.tiles, stage)
                             key = start + gl.arange(0, BLOCK_M, gl.SliceLayout(1, WIDE))[:, None]
                             tile.store(gl.where(key < chunk_end, tile.load(WIDE), 0.0).to(tile.dtype))
                     fence_async_shared()
                     for r in gl.static_range(R):
-                        slot = (b_count + R + r) % B_STAGES
+                        stage = (b_count + R + r) % B_STAGES
                         acc = warpgroup_mma(
-                            matrix(b.tiles, slot).permute([1, 0]), w_tiles.index(r), acc, is_async=True
+                            matrix(b.tiles, stage).permute([1, 0]), w_tiles.index(r), acc, is_async=True
                         )
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     for r in gl.static_range(R):
@@ -360,8 +360,8 @@ def attend_spans(config: gl.constexpr, call):
                     b_count += 2 * R
                 row_sum = gl.sum(sums, 0)
                 place, first_place = chunk_start // chunk, first // chunk
-                softmax = climb(
-                    SpanSoftmax(acc, row_max, row_sum), waiting, place, first_place, chunk_end == end, LAYOUT
+                softmax = join_pending(
+                    PartialSoftmax(acc, row_max, row_sum), pending, place, first_place, chunk_end == end, LAYOUT
                 )
             if config.WHOLE:
                 row_sum = softmax.row_sum
@@ -370,14 +370,14 @@ def attend_spans(config: gl.constexpr, call):
                 ptrs = ptrs + (h.to(gl.int64) * out_strides.r)[None, :] + e * out_strides.f
                 gl.store(ptrs, result.to(out.dtype.element_ty), mask=(h < H)[None, :] & (e < E))
             else:
-                slot = unit.to(gl.int64)
+                part = item.to(gl.int64)
                 gl.store(
-                    call.partial + slot * (H * E) + (h * E)[None, :] + e,
+                    call.partial + part * (H * E) + (h * E)[None, :] + e,
                     softmax.acc,
                     mask=(h < H)[None, :] & (e < E),
                 )
-                gl.store(call.statistics + slot * (2 * H) + h, softmax.row_max, mask=h < H)
-                gl.store(call.statistics + slot * (2 * H) + H + h, softmax.row_sum, mask=h < H)
+                gl.store(call.statistics + part * (2 * H) + h, softmax.row_max, mask=h < H)
+                gl.store(call.statistics + part * (2 * H) + H + h, softmax.row_sum, mask=h < H)
 
 
 POINTERS = ["aq", "bq", "seqused_k", "out"]
@@ -386,10 +386,10 @@ POINTERS = ["aq", "bq", "seqused_k", "out"]
 @gluon.jit(do_not_specialize_on_alignment=POINTERS)
 def hopper_decode_kernel(
     ak_desc, av_desc, bk_desc, bv_desc, aq, bq, seqused_k, out, partial, statistics,
-    sizes: SpanSizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides,
+    sizes: SplitSizes, aq_strides: TokenHeadStrides, bq_strides: TokenFeatureStrides, out_strides: TokenFeatureStrides,
     scales: DecodeScales, config: gl.constexpr,
 ):  # fmt: skip
-    """Computes one new token of every batch entry, over spans of its keys, of so many chunks each.
+    """Computes one new token of every batch entry, over splits of its keys, of so many chunks each.
 
     Descriptors are of (B, 1, M, H·R), with boxes of (1, 1, BLOCK_M, ROWS · R), for head factors, and of (B, R, M, D),
     with boxes of (1, 1, BLOCK_M, BLOCK), for feature factors. Writes what `triton.decode.decode_kernel` writes.
@@ -411,10 +411,10 @@ def hopper_decode_kernel(
     # A thread has two neighbours of an (8, 8) tile of results: with this swizzle half a warp meets no bank twice.
     SUMS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    waiting = SpanSoftmax(
-        gl.allocate_shared_memory(gl.float32, [config.SLOTS, BLOCK, ROWS], SUMS_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [config.SLOTS, ROWS], FLAT_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [config.SLOTS, ROWS], FLAT_LAYOUT),
+    pending = PartialSoftmax(
+        gl.allocate_shared_memory(gl.float32, [config.PENDING, BLOCK, ROWS], SUMS_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [config.PENDING, ROWS], FLAT_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [config.PENDING, ROWS], FLAT_LAYOUT),
     )
     a = new_ring(a_tiles, config.A_STAGES, 1)
     b = new_ring(b_tiles, config.B_STAGES, 1)
@@ -422,6 +422,6 @@ def hopper_decode_kernel(
     copies = Copies(ak_desc, av_desc, bk_desc, bv_desc, a, b, seqused_k, sizes)
     queries = QueryTiles(aq, bq, q_tile, aq_tile, bq_tile, aq_strides, bq_strides)
     call = DecodeProgram(
-        queries, out, partial, statistics, w_tiles, waiting, a, b, seqused_k, sizes, out_strides, scales
+        queries, out, partial, statistics, w_tiles, pending, a, b, seqused_k, sizes, out_strides, scales
     )
-    gl.warp_specialize([(attend_spans, (config, call)), (copy_spans, (config, copies))], [1], [24])
+    gl.warp_specialize([(attend_splits, (config, call)), (copy_splits, (config, copies))], [1], [24])

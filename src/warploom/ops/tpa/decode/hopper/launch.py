@@ -26,14 +26,14 @@ MOST_HEADS = 32
 MOST_RANKS = 16
 """The most ranks of the queries, whose factors are multiplied at once."""
 _BLOCK_M = 64
-_LONGEST = 2**31  # strides travel in 32 bits
+_LONGEST = 2**31  # strides are passed in 32 bits
 _SHARED_BYTES = 225 * 1024
 """Shared memory of a program, but for its barriers."""
 _BUFFER_BYTES = {1: 96 * 1024, 2: 128 * 1024, 4: 128 * 1024}
 """The most shared memory for both rings of buffers, by rank."""
 CHUNKS = ChunkTree(shortest=128, longest=1024, wanted=64, widths=(1, 2, 4, 8, 16))
-_SLOTS = CHUNKS.all_levels
-"""Levels of the tree at which a sum may have to wait for its neighbour."""
+_PENDING = CHUNKS.all_levels
+"""Levels of the tree at which a softmax may be pending until its neighbour is computed."""
 ONE_PROGRAM = 44e3
 """Bytes of the cache that a program takes in a microsecond where memory keeps up. This and the next three come from
 49 cases on an H200, one to 128 batch entries, 256 to 524288 keys, ranks 1, 2 and 4: what they choose took at most
@@ -41,7 +41,7 @@ ONE_PROGRAM = 44e3
 ALL_PROGRAMS = 3.7e6
 """Bytes that all programs together take in a microsecond."""
 START = 3.0
-"""Microseconds that a span costs its program besides."""
+"""Microseconds that a split costs its program besides."""
 JOIN = 0.06
 """Microseconds that each part of a batch entry costs the second kernel, whose launch hides behind the first."""
 
@@ -59,9 +59,9 @@ def rings(rank: int, rows: int, width: int) -> Rings:
     ``rows`` and ``width`` of a tile are heads and features, as blocks.
     """
     head_bytes, feature_bytes = _BLOCK_M * rows * rank * 2, _BLOCK_M * width * 2
-    waiting = _SLOTS * 4 * rows * (width + 2)
+    pending = _PENDING * 4 * rows * (width + 2)
     queries_and_weights = 2 * (width * rows + MOST_RANKS * (rows + width) + rank * _BLOCK_M * rows)
-    left = min(_SHARED_BYTES - waiting - queries_and_weights, _BUFFER_BYTES[rank])
+    left = min(_SHARED_BYTES - pending - queries_and_weights, _BUFFER_BYTES[rank])
     head_tiles = max(left // (head_bytes + rank * feature_bytes), 2)
     return Rings(head_tiles, (left - head_tiles * head_bytes) // feature_bytes)
 
@@ -89,18 +89,18 @@ def plan(
     factors: Factors,
     out: Tensor,
     lengths_stride: int,
-    spans: int,
+    splits: int,
     levels: int,
     scales: tuple[float, float, float],
 ) -> Launch:
-    """Returns the launch on factors like these, which suit, and ``spans`` spans of ``levels`` levels of the tree of chunks.
+    """Returns the launch on factors like these, which suit, and ``splits`` splits of ``levels`` levels of the tree of chunks.
 
     ``scales`` are of logits, queries and values. It is launched on the output, partial results, their
     statistics, and the call's tensors.
     """
     from warploom.ops.tpa.decode.hopper.decode import (
         HopperDecodeConfig,
-        SpanSizes,
+        SplitSizes,
         TokenFeatureStrides,
         TokenHeadStrides,
         hopper_decode_kernel,
@@ -118,27 +118,27 @@ def plan(
     aq_bhr, bq_brf, out_bhf = (
         (0, 0, 0) if x is None else (x.stride(0), *x.stride()[2:]) for x in (aq, bq, out)
     )  # one token
-    units = batch * spans
-    span_chunks = CHUNKS.widths[levels] if spans > 1 else 1  # one span is all keys
+    work_items = batch * splits
+    split_chunks = CHUNKS.widths[levels] if splits > 1 else 1  # one split is all keys
     ring = rings(rank, rows, width)
     return Launch(
         hopper_decode_kernel,
-        min(multiprocessors(bq.device), units),
+        min(multiprocessors(bq.device), work_items),
         takes=("out", "partial", "statistics", "aq", "ak_desc", "av_desc", "bq", "bk_desc", "bv_desc", "seqused_k"),
         ak_desc=heads_k, av_desc=heads_v, bk_desc=features_k, bv_desc=features_v,
-        sizes=SpanSizes(lengths_stride, units, keys, spans, span_chunks),
+        sizes=SplitSizes(lengths_stride, work_items, keys, splits, split_chunks),
         aq_strides=TokenHeadStrides(*aq_bhr), bq_strides=TokenFeatureStrides(*bq_brf),
         out_strides=TokenFeatureStrides(*out_bhf),
         scales=DecodeScales(*scales),
         config=HopperDecodeConfig(
-            heads, bq.shape[2], rank, features, values, ring.head_tiles, ring.feature_tiles, spans == 1,
-            ChunkLengths(*CHUNKS[:3]), _SLOTS,
+            heads, bq.shape[2], rank, features, values, ring.head_tiles, ring.feature_tiles, splits == 1,
+            ChunkLengths(*CHUNKS[:3]), _PENDING,
         ),
     )  # fmt: skip
 
 
-def microseconds(tiles: int, spans: int, entry_bytes: int, device: torch.device) -> float:
+def microseconds(tiles: int, splits: int, entry_bytes: int, device: torch.device) -> float:
     """Returns the estimated time: of the program that reads most or of all together, and of the second kernel after it."""
-    rounds = -(-tiles * spans // multiprocessors(device))
-    reading = rounds * (entry_bytes / spans / ONE_PROGRAM + START)
-    return max(reading, tiles * entry_bytes / ALL_PROGRAMS) + (spans * JOIN if spans > 1 else 0.0)
+    rounds = -(-tiles * splits // multiprocessors(device))
+    reading = rounds * (entry_bytes / splits / ONE_PROGRAM + START)
+    return max(reading, tiles * entry_bytes / ALL_PROGRAMS) + (splits * JOIN if splits > 1 else 0.0)

@@ -66,7 +66,7 @@ class DecodeSizes(NamedTuple):
 
     tokens: tl.int32
     keys: tl.int32
-    spans: tl.int32  # of the keys of a batch entry
+    splits: tl.int32  # of the keys of a batch entry
     lengths_stride: tl.int64
 
 
@@ -111,11 +111,11 @@ class DecodeConfig(NamedTuple):
     A: tl.constexpr  # `HeadLayout` of keys and of values
     TILE: tl.constexpr  # `DecodeTile`
     CHUNKS: tl.constexpr  # `ChunkLengths`
-    LEVELS: tl.constexpr  # levels of the tree of chunks that a span has: 0, 1 or 2
-    WHOLE: tl.constexpr  # whether there is one span, and the program writes the output
+    LEVELS: tl.constexpr  # levels of the tree of chunks that a split has: 0, 1 or 2
+    WHOLE: tl.constexpr  # whether there is one split, and the program writes the output
 
 
-class SpanSoftmax(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """Softmax of rows over some of the keys: numerators, maxima and denominators."""
 
     acc: Any
@@ -123,8 +123,8 @@ class SpanSoftmax(NamedTuple):
     row_sum: Any
 
 
-class SpanParts(NamedTuple):
-    """Memory for the softmax of spans: numerators (slots, rows, E), maxima and denominators (slots, 2, rows)."""
+class Partials(NamedTuple):
+    """Memory for the softmax of splits: numerators (parts, rows, E), maxima and denominators (parts, 2, rows)."""
 
     acc: Any
     statistics: Any
@@ -173,7 +173,7 @@ def valid_keys(seqused_k, batch, lengths_stride, keys):
 @triton.jit
 def empty_softmax(E: tl.constexpr, ROWS: tl.constexpr):
     """Returns the softmax of rows over no keys."""
-    return SpanSoftmax(
+    return PartialSoftmax(
         tl.zeros((E, ROWS), tl.float32),
         tl.full((1, ROWS), float("-inf"), tl.float32),
         tl.zeros((1, ROWS), tl.float32),
@@ -187,7 +187,7 @@ def join(a, b, dtype: tl.constexpr):
     Fused by hand, so that every kernel rounds alike. Joining to nothing (zeros, -inf, 0) changes no bit.
     """
     row_max, rescale_a, rescale_b = join_maxima(a.row_max, b.row_max, dtype == tl.float32)
-    return SpanSoftmax(
+    return PartialSoftmax(
         tl.fma(a.acc, tl.broadcast_to(rescale_a, a.acc.shape), b.acc * rescale_b),
         row_max,
         tl.fma(a.row_sum, rescale_a, b.row_sum * rescale_b),
@@ -195,38 +195,38 @@ def join(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_part(parts, slot, row, e, mask, E: tl.constexpr):
-    """Returns the softmax of a slot; nothing where ``mask`` is false.
+def load_part(parts, part, row, e, mask, E: tl.constexpr):
+    """Returns the softmax of a part; nothing where ``mask`` is false.
 
-    ``row`` and ``e`` are tiles of one row and one column, either way round; ``slot`` is int64.
+    ``row`` and ``e`` are tiles of one row and one column, either way round; ``part`` is int64.
     """
-    ptrs = parts.statistics + slot * 2 * parts.rows + row
-    return SpanSoftmax(
-        tl.load(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, mask=mask & (e < E), other=0.0),
+    ptrs = parts.statistics + part * 2 * parts.rows + row
+    return PartialSoftmax(
+        tl.load(parts.acc + part * parts.rows * E + row.to(tl.int64) * E + e, mask=mask & (e < E), other=0.0),
         tl.load(ptrs, mask=mask, other=float("-inf")),
         tl.load(ptrs + parts.rows, mask=mask, other=0.0),
     )
 
 
 @triton.jit
-def node_softmax(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+def join_parts(softmaxes, first: tl.constexpr, count: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """Returns ``count`` of a list from number ``first`` on joined, from left to right or in a binary tree."""
     if count == 1:
         acc, row_max, row_sum = softmaxes[first]  # a tuple in a list of them has no names in Triton 3.6
-        node = SpanSoftmax(acc, row_max, row_sum)
+        joined = PartialSoftmax(acc, row_max, row_sum)
     else:
         half: tl.constexpr = count // 2 if PAIRS else count - 1
-        left = node_softmax(softmaxes, first, half, PAIRS, dtype)
-        right = node_softmax(softmaxes, first + half, count - half, PAIRS, dtype)
-        node = join(left, right, dtype)
-    return node
+        left = join_parts(softmaxes, first, half, PAIRS, dtype)
+        right = join_parts(softmaxes, first + half, count - half, PAIRS, dtype)
+        joined = join(left, right, dtype)
+    return joined
 
 
 @triton.jit
-def store_part(parts, slot, row, e, mask, softmax, E: tl.constexpr):
+def store_part(parts, part, row, e, mask, softmax, E: tl.constexpr):
     """Store what `load_part` loads."""
-    ptrs = parts.statistics + slot * 2 * parts.rows + row
-    tl.store(parts.acc + slot * parts.rows * E + row.to(tl.int64) * E + e, softmax.acc, mask=mask & (e < E))
+    ptrs = parts.statistics + part * 2 * parts.rows + row
+    tl.store(parts.acc + part * parts.rows * E + row.to(tl.int64) * E + e, softmax.acc, mask=mask & (e < E))
     tl.store(ptrs, softmax.row_max, mask=mask)
     tl.store(ptrs + parts.rows, softmax.row_sum, mask=mask)
 
@@ -400,11 +400,11 @@ def decode_kernel(
     sizes: DecodeSizes, strides: DecodeStrides, scales: DecodeScales,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of rows of one batch entry, over one of ``spans`` spans of its keys.
+    """Computes one tile of rows of one batch entry, over one of ``splits`` splits of its keys.
 
-    A span is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
-    output. Without, it leaves numerators, maximum and denominator for `combine_kernel` in slot (batch entry, span) of
-    ``partial`` (B, spans, N·H, E) and ``statistics`` (B, spans, 2, N·H), float32.
+    A split is one chunk, four or all, with 0, 1 or 2 ``LEVELS``. With ``WHOLE`` there is one, and the program writes the
+    output. Without, it stores numerators, maximum and denominator for `combine_kernel` in part (batch entry, split) of
+    ``partial`` (B, splits, N·H, E) and ``statistics`` (B, splits, 2, N·H), float32.
     """
     H: tl.constexpr = config.H
     Q: tl.constexpr = config.Q
@@ -414,20 +414,20 @@ def decode_kernel(
     TILE: tl.constexpr = config.TILE
     CHUNKS: tl.constexpr = config.CHUNKS
     LEVELS: tl.constexpr = config.LEVELS
-    tokens, spans = sizes.tokens, sizes.spans
+    tokens, splits = sizes.tokens, sizes.splits
     ROWS: tl.constexpr = TILE.BLOCK_N * TILE.BLOCK_H
     H_BLOCKS: tl.constexpr = (H + TILE.BLOCK_H - 1) // TILE.BLOCK_H
     row_blocks = H_BLOCKS * tl.cdiv(tokens, TILE.BLOCK_N)
     program = tl.program_id(0)
     row_block = program % row_blocks  # neighbours share the cache they read
-    span = program // row_blocks % spans
-    batch = program // row_blocks // spans
+    split = program // row_blocks % splits
+    batch = program // row_blocks // splits
     length = valid_keys(seqused_k, batch, sizes.lengths_stride, sizes.keys)
     chunk = chunk_length(length, CHUNKS)
-    first = span * 0
+    first = split * 0
     end = length
     if LEVELS < 2:
-        first = span * chunk * 4**LEVELS
+        first = split * chunk * 4**LEVELS
         end = tl.minimum(first + chunk * 4**LEVELS, length)
     if first > 0 and first >= length:
         return
@@ -464,8 +464,8 @@ def decode_kernel(
         (TILE.BLOCK_M, ROWS), tl.float32
     )  # of weights; over the keys of a block they are added up in the end
     joined = empty_softmax(V.BLOCK_F, ROWS)
-    node = empty_softmax(V.BLOCK_F, ROWS)
-    root = empty_softmax(V.BLOCK_F, ROWS)
+    four = empty_softmax(V.BLOCK_F, ROWS)
+    fours = empty_softmax(V.BLOCK_F, ROWS)
     # What all rows see, and behind it keys of which some rows see some.
     seen_by_all = end
     if TILE.BLOCK_N > 1:
@@ -474,8 +474,8 @@ def decode_kernel(
             + tl.maximum(tl.minimum(end, length - tokens + first_n + 1) - first, 0) // TILE.BLOCK_M * TILE.BLOCK_M
         )
     bounds = (first, seen_by_all, end)
-    for part in tl.static_range(2 if TILE.BLOCK_N > 1 else 1):
-        for start in range(bounds[part], bounds[part + 1], TILE.BLOCK_M):
+    for tail in tl.static_range(2 if TILE.BLOCK_N > 1 else 1):
+        for start in range(bounds[tail], bounds[tail + 1], TILE.BLOCK_M):
             m = start + tl.arange(0, TILE.BLOCK_M)
             key_mask = m < end
             a = head_tile(k_heads, start, h, key_mask, head_mask, A, K.R, TILE.BLOCK_M, TILE.BLOCK_RK)
@@ -492,7 +492,7 @@ def decode_kernel(
             a = head_tile(v_heads, start, h, key_mask, head_mask, A, V.R, TILE.BLOCK_M, TILE.BLOCK_RV)
             w = rounded(spread(p, a, TILE.BLOCK_M, TILE.BLOCK_RV, ROWS), v.dtype)
             acc = acc * rescale
-            if part == 1:
+            if tail == 1:
                 key = start + tl.arange(0, TILE.BLOCK_M * TILE.BLOCK_RV) // TILE.BLOCK_RV
                 acc = add_masked(acc, v, w, key[:, None] < row_end[None, :])
             else:
@@ -500,32 +500,32 @@ def decode_kernel(
             behind = start + TILE.BLOCK_M
             if IN_PARTS:
                 if behind % (BLOCKS * TILE.BLOCK_M) == 0:
-                    joined = join(joined, SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
+                    joined = join(joined, PartialSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :]), dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
             if LEVELS > 0:
                 if behind % chunk == 0:
-                    leaf = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+                    of_chunk = PartialSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
                     if IN_PARTS:
-                        leaf = join(joined, leaf, dtype)
+                        of_chunk = join(joined, of_chunk, dtype)
                         joined = empty_softmax(V.BLOCK_F, ROWS)
-                    node = join(node, leaf, dtype)
+                    four = join(four, of_chunk, dtype)
                     acc = tl.zeros((V.BLOCK_F, ROWS), tl.float32)
                     row_max = tl.full((1, ROWS), float("-inf"), tl.float32)
                     sums = tl.zeros((TILE.BLOCK_M, ROWS), tl.float32)
                     if LEVELS > 1:
                         if behind % (4 * chunk) == 0:
-                            root = join(root, node, dtype)
-                            node = empty_softmax(V.BLOCK_F, ROWS)
+                            fours = join(fours, four, dtype)
+                            four = empty_softmax(V.BLOCK_F, ROWS)
 
-    softmax = SpanSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
+    softmax = PartialSoftmax(acc, row_max, sum_of_pairs(sums, axis=0)[None, :])
     if IN_PARTS:
         softmax = join(joined, softmax, dtype)
     if LEVELS > 0:  # what is not complete
-        softmax = join(node, softmax, dtype)
+        softmax = join(four, softmax, dtype)
     if LEVELS > 1:
-        softmax = join(root, softmax, dtype)
+        softmax = join(fours, softmax, dtype)
     if config.WHOLE:
         ptrs = (
             out
@@ -535,25 +535,25 @@ def decode_kernel(
         result = rounded(finish(softmax, scales.v), out.dtype.element_ty)
         tl.store(ptrs, result, mask=row_mask[None, :] & (e < V.F))
     else:
-        slot = batch.to(tl.int64) * spans + span
-        parts = SpanParts(partial, statistics, tokens.to(tl.int64) * H)
-        store_part(parts, slot, row, e, row_mask[None, :], softmax, V.F)
+        part = batch.to(tl.int64) * splits + split
+        parts = Partials(partial, statistics, tokens.to(tl.int64) * H)
+        store_part(parts, part, row, e, row_mask[None, :], softmax, V.F)
 
 
 @triton.jit
 def combine_kernel(
     partial, statistics, seqused_k, out, sizes: DecodeSizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, NODE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Joins what programs left that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
+    """Joins the parts of programs that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
-    ``NODE`` parts make a node of the tree, from left to right or in ``PAIRS``; nodes are joined from left to right.
+    ``GROUP`` parts are joined first, from left to right or in ``PAIRS``; then these groups, from left to right.
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
     """
     if PDL:
         gdc_wait()
-    parts = SpanParts(partial, statistics, sizes.tokens.to(tl.int64) * H)
+    parts = Partials(partial, statistics, sizes.tokens.to(tl.int64) * H)
     row_blocks = tl.cdiv(parts.rows, BLOCK_R).to(tl.int32)
     batch = tl.program_id(0) // row_blocks
     row = ((tl.program_id(0) % row_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
@@ -561,9 +561,9 @@ def combine_kernel(
     e = tl.arange(0, BLOCK_E)[None, :]
     length = valid_keys(seqused_k, batch, sizes.lengths_stride, sizes.keys)
     count = tl.cdiv(length, chunk_length(length, CHUNKS) * WIDTH)
-    slot = batch.to(tl.int64) * sizes.spans
+    part = batch.to(tl.int64) * sizes.splits
     dtype: tl.constexpr = out.dtype.element_ty
-    softmax = SpanSoftmax(
+    softmax = PartialSoftmax(
         tl.zeros((BLOCK_R, BLOCK_E), tl.float32),
         tl.full((BLOCK_R, 1), float("-inf"), tl.float32),
         tl.zeros((BLOCK_R, 1), tl.float32),
@@ -572,9 +572,9 @@ def combine_kernel(
         ahead = ()
         for i in tl.static_range(AHEAD):
             part_mask = mask & (first + i < count)
-            ahead += (load_part(parts, slot + first + i, row, e, part_mask, E),)
-        for i in tl.static_range(AHEAD // NODE):
-            softmax = join(softmax, node_softmax(ahead, i * NODE, NODE, PAIRS, dtype), dtype)
+            ahead += (load_part(parts, part + first + i, row, e, part_mask, E),)
+        for i in tl.static_range(AHEAD // GROUP):
+            softmax = join(softmax, join_parts(ahead, i * GROUP, GROUP, PAIRS, dtype), dtype)
     n = row // H
     h = row % H
     ptrs = out + batch.to(tl.int64) * out_strides.b + (n * out_strides.n + h * out_strides.r) + e * out_strides.f
