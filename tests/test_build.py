@@ -1,5 +1,6 @@
 """Every kernel compiles without a GPU for every supported architecture, and spills no more than is allowed."""
 
+import ast
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import seeds
 from compiling import output_of
 
+import warploom
 from warploom.ops import operators
 from warploom.runtime.backend import HAS_TRITON
 
@@ -62,6 +64,26 @@ def test_kernels_build_and_spill_no_more_than_allowed(arch: str) -> None:
     if arch == "120":  # kernels for small problems are for Hopper and later, with memory enough
         named = {kernel for kernel in named if "small" not in kernel}
     assert named <= {row[0] for row in rows}
+
+
+BUILT = """
+from warploom.ops import operators
+from warploom.testing.build import record, record_others
+
+builds = [build for _, build in record(operators().values(), 90)] + record_others(90)
+print(*sorted({f"{build.function.__module__}.{build.function.__name__}" for build in builds}))
+"""
+
+
+def test_every_kernel_is_built_by_a_case(tmp_path: Path) -> None:
+    source = Path(warploom.__file__).parent
+    kernels = {
+        ".".join(("warploom", *path.relative_to(source).with_suffix("").parts, node.name))
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel") and node.decorator_list
+    }
+    assert kernels == set(output_of(BUILT, tmp_path).split())
 
 
 @pytest.mark.parametrize(("stack", "status"), [(0, 0), (8, 0), (16, 1)])

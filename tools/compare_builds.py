@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
+OTHERS = "others"  # kernels that no operator's case launches
 _FUNCTION = re.compile(r"public @\w+\((.*?)\) attributes", re.DOTALL)
 _ARGUMENT = re.compile(r"%arg\d+")
 _CONSTANT = re.compile(r"\s*(%\w+) = arith\.constant (.*)")
@@ -79,11 +80,14 @@ def digest(build: Any, arch: int) -> str:
 def digests(operator: str, arch: int) -> dict[str, str]:
     """Returns a name for each variant that an operator's cases launch on an architecture, by its digest."""
     from warploom.ops import operators
-    from warploom.testing.build import record
+    from warploom.testing.build import record, record_others
 
+    if operator == OTHERS:
+        builds = record_others(arch)
+    else:
+        builds = [build for _, build in record([operators()[operator]], arch)]
     return {
-        digest(build, arch): f"{build.function.__name__} sm_{arch} {operator}: {build.variant}"
-        for _, build in record([operators()[operator]], arch)
+        digest(build, arch): f"{build.function.__name__} sm_{arch} {operator}: {build.variant}" for build in builds
     }
 
 
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from warploom.ops import operators
 
-    names = options.operator or list(operators())
+    names = options.operator or [*operators(), OTHERS]
     jobs = [(name, arch) for name in names for arch in options.arch]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         of_jobs = pool.starmap(digests, jobs, chunksize=1)

@@ -105,6 +105,28 @@ def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch
     return list(zip(owners, builds.values()))
 
 
+def record_others(arch: int) -> list[launch.Build]:
+    """Record the kernels that no operator's case launches: rotary attention's, sums over ranks, and the limit's."""
+    from warploom.bench import stream_kernel as limit
+    from warploom.distributed.kernels import sum_rows, sum_rows_kernel
+    from warploom.ops.rotary_attention.api import rotary_attention
+    from warploom.ops.rotary_attention.triton import rotate_kernel
+
+    with launch.record_builds(arch) as builds:
+        if arch == 90:  # elsewhere it is LRPE and attention, one after the other
+            rotary_attention(torch.zeros(1, 2048, 12, 128, dtype=torch.bfloat16), torch.zeros(64), 4, 0.125)
+        rows, numbers = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+        sum_rows(rows, numbers, numbers, torch.zeros(3, 64, dtype=torch.bfloat16))
+    found = [build for build in builds.values() if build.function in (rotate_kernel, sum_rows_kernel)]
+    pointers = dict.fromkeys(limit.stream_kernel.arg_names[: limit.MAX_READS + limit.MAX_WRITES], "*fp32")
+    signature = {**pointers, "n": "i32", **dict.fromkeys(("READS", "WRITES", "BLOCK"), "constexpr")}
+    aligned = {(i,): [["tt.divisibility", launch.ALIGNMENT]] for i in range(len(pointers) + 1)}
+    for block, warps in limit.CONFIGURATIONS:
+        constants = {"READS": limit.MAX_READS, "WRITES": limit.MAX_WRITES, "BLOCK": block}
+        found.append(launch.Build(limit.stream_kernel, signature, constants, aligned, {"num_warps": warps}))
+    return found
+
+
 def take_evenly(
     variants: Sequence[tuple[Operator, launch.Build]], at_most: int
 ) -> list[tuple[Operator, launch.Build]]:
@@ -168,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (variant, arch, operator.spills.get(variant.function.__name__, 0))
             for operator, variant in some[first - 1 :: step]
         ]
+        if not names:
+            jobs += [(variant, arch, 0) for variant in record_others(arch)[: options.at_most]]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(build, *job) for job in jobs]

@@ -102,6 +102,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {"causal": False, "dtype": "bfloat16", "activation": "relu"},
     {"causal": False, "encoding": "rotate", "activation": "softmax", "head_dim": 160, "batch": 1, "heads": 1},
     {"causal": False, "encoding": "cosine", "head_dim": 128, "heads": 1, "n": 33},
+    {"causal": False, "encoding": "rotate", "dtype": "bfloat16", "head_dim": 64, "n": 70},
     {"batch": 1, "encoding": "rotate", "cu_seqlens": [0, 5, 5, 6, 19], "decay": "token", **_STATES, **_GRADIENTS},
     {"batch": 1, "encoding": "cosine", "n": 90, "cu_seqlens": [0, 70, 90], "decay": "head", "offset": 11},
     {"batch": 1, "dtype": "float16", "cu_seqlens": [0, 1, 19], "decay": "token", "decay_gradient": True, **_STATES},

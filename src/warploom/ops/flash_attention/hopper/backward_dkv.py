@@ -52,6 +52,15 @@ from warploom.ops.flash_attention.hopper.work import (
 OWN_STAGES = gl.constexpr(2)  # tiles of keys and values: one that is worked on, and the next
 
 
+class QueryBuffers(NamedTuple):
+    """Buffers of tiles of queries, for the warp that copies: see `KeyKernel`."""
+
+    q: Ring
+    lses: gl.shared_memory_descriptor
+    do: Ring
+    deltas: gl.shared_memory_descriptor
+
+
 class KeyKernel(NamedTuple):
     """Tensors and buffers of a kernel whose groups of warps own keys; None where it has no use for them."""
 
@@ -70,6 +79,7 @@ class KeyKernel(NamedTuple):
     own_tiles: gl.tuple
     q_desc: gl.tensor
     do_desc: gl.tensor
+    copied: QueryBuffers
     lse: gl.tensor
     delta: gl.tensor
     inverse: gl.tensor | None
@@ -113,7 +123,8 @@ def query_of_step(i, begin, end, group, ORDERED: gl.constexpr, TERMS: gl.constex
 def copy_for_keys(config: gl.constexpr, kernel):
     """The copying warp of a kernel that owns tiles of keys. With a tile of queries comes lse, with one of gradients δ."""
     scheduler, call, schedule = kernel.scheduler, kernel.call, kernel.call.schedule
-    q, do = kernel.q, kernel.do
+    copied = kernel.copied
+    q, do = copied.q, copied.do
     TERMS: gl.constexpr = config.TERMS
     ORDERED: gl.constexpr = config.ORDERED
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
@@ -146,11 +157,11 @@ def copy_for_keys(config: gl.constexpr, kernel):
                 row_inverse = gl.load(kernel.inverse + offsets, mask=mask, other=0.0)
             row_delta = gl.load(kernel.delta + offsets, mask=mask, other=0.0)
             stage = wait_empty(q.empty, count)
-            kernel.lses.index(stage).store(row_lse)
+            copied.lses.index(stage).store(row_lse)
             if kernel.inverse is not None:
                 kernel.inverses.index(stage).store(row_inverse)
             copy_tile(kernel.q_desc, batch, head, m, q, count, batch_size, TERMS)
-            kernel.deltas.index(wait_empty(do.empty, count)).store(row_delta)
+            copied.deltas.index(wait_empty(do.empty, count)).store(row_delta)
             copy_tile(kernel.do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1
         done += 1
@@ -288,7 +299,8 @@ def hopper_key_kernel(
     dv_result = Result(dv, None if config.SPLIT else v_tiles, dv_strides)
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, None, None, None, None, call,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), lse, delta, None, None,
+        None, None, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_keys, (0, config, kernel)), (compute_for_keys, (1, config, kernel)), (copy_for_keys, (config, kernel))],

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_empty
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys, query_in_order
+from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, QueryBuffers, copy_for_keys, query_in_order
 from warploom.ops.flash_attention.hopper.masks import OwnKeys, own_keys
 from warploom.ops.flash_attention.hopper.softmax import weights_and_slopes
 from warploom.ops.flash_attention.hopper.tiles import (
@@ -412,7 +412,8 @@ def hopper_backward_kernel(
     )
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, None, None, added, tiles_added, call,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), lse, delta, None, None,
+        added, tiles_added, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_all, (0, config, kernel)), (compute_all, (1, config, kernel)), (copy_for_keys, (config, kernel)),

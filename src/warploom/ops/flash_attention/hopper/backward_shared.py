@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_full
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, copy_for_keys, used_rows
+from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, QueryBuffers, copy_for_keys, used_rows
 from warploom.ops.flash_attention.hopper.forward import QueryKernel, copy_for_queries
 from warploom.ops.flash_attention.hopper.masks import own_keys, own_queries
 from warploom.ops.flash_attention.hopper.softmax import (
@@ -362,8 +362,8 @@ def hopper_shared_key_kernel(
     dv_result = Result(dv, None if config.SPLIT else k_tiles, dv_strides)
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, Weights(weight_tiles, weights_full), None, dk_result, dv_result,
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, lse, delta, inverse, inverses,
-        None, None, call,
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), lse, delta,
+        inverse, inverses, None, None, call,
     )  # fmt: skip
     gl.warp_specialize(
         [(compute_for_one, (True, config, kernel)), (compute_for_one, (False, config, kernel)), (copy_for_keys, (config, kernel))],
