@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = json.loads(options.file.read_text(encoding="utf-8"))
     gone, new = [], []
     for job, now in found.items():
-        gone += [text for digest, text in before[job].items() if digest not in now]
-        new += [text for digest, text in now.items() if digest not in before[job]]
+        gone += [text for digest, text in before.get(job, {}).items() if digest not in now]
+        new += [text for digest, text in now.items() if digest not in before.get(job, {})]
     for what, texts in (("gone", gone), ("new", new)):
         for text in texts:
             print(f"{what}: {text}")
