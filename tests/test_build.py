@@ -83,7 +83,10 @@ def test_every_kernel_is_built_by_a_case(tmp_path: Path) -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel") and node.decorator_list
     }
-    assert kernels == set(output_of(BUILT, tmp_path).split())
+    limit = {
+        "warploom.bench.stream_kernel.stream_kernel"
+    }  # which Triton itself launches, where a limit is measured
+    assert kernels - limit == set(output_of(BUILT, tmp_path).split())
 
 
 @pytest.mark.parametrize(("stack", "status"), [(0, 0), (8, 0), (16, 1)])

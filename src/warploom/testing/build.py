@@ -106,8 +106,7 @@ def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch
 
 
 def record_others(arch: int) -> list[launch.Build]:
-    """Record the kernels that no operator's case launches: rotary attention's, sums over ranks, and the limit's."""
-    from warploom.bench import stream_kernel as limit
+    """Record the kernels that no operator's case launches: rotary attention's, and sums over ranks."""
     from warploom.distributed.kernels import sum_rows, sum_rows_kernel
     from warploom.ops.rotary_attention.api import rotary_attention
     from warploom.ops.rotary_attention.triton import rotate_kernel
@@ -117,14 +116,7 @@ def record_others(arch: int) -> list[launch.Build]:
             rotary_attention(torch.zeros(1, 2048, 12, 128, dtype=torch.bfloat16), torch.zeros(64), 4, 0.125)
         rows, numbers = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
         sum_rows(rows, numbers, numbers, torch.zeros(3, 64, dtype=torch.bfloat16))
-    found = [build for build in builds.values() if build.function in (rotate_kernel, sum_rows_kernel)]
-    pointers = dict.fromkeys(limit.stream_kernel.arg_names[: limit.MAX_READS + limit.MAX_WRITES], "*fp32")
-    signature = {**pointers, "n": "i32", **dict.fromkeys(("READS", "WRITES", "BLOCK"), "constexpr")}
-    aligned = {(i,): [["tt.divisibility", launch.ALIGNMENT]] for i in range(len(pointers) + 1)}
-    for block, warps in limit.CONFIGURATIONS:
-        constants = {"READS": limit.MAX_READS, "WRITES": limit.MAX_WRITES, "BLOCK": block}
-        found.append(launch.Build(limit.stream_kernel, signature, constants, aligned, {"num_warps": warps}))
-    return found
+    return [build for build in builds.values() if build.function in (rotate_kernel, sum_rows_kernel)]
 
 
 def take_evenly(

@@ -199,7 +199,7 @@ def block_angles(row, run, tile, call, steps, EXACT: tl.constexpr, config: tl.co
     return position, cosine, sine
 
 
-class Rotation(NamedTuple):
+class SteppedAngles(NamedTuple):
     """Cosines and sines of a block's rows, and of the angles by which all rows rotate from one block to the next."""
 
     cosine: tl.tensor
@@ -210,11 +210,11 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def first_angles(run, tile, call, steps, EXACT: tl.constexpr, config: tl.constexpr):
-    """Returns what `next_angles` takes for a run's first block: a `Rotation`, or nothing of use unless ``STEPPED``."""
+    """Returns what `next_angles` takes for a run's first block: a `SteppedAngles`, or nothing of use unless ``STEPPED``."""
     if config.STEPPED:
         _, cosine, sine = block_angles(run.start, run, tile, call, steps, EXACT, config)
         step_cosine, step_sine = cos_sin(tl.full((1, 1), config.R, tl.int32), steps, not EXACT)
-        rotation = Rotation(cosine, sine, step_cosine, step_sine)
+        rotation = SteppedAngles(cosine, sine, step_cosine, step_sine)
     else:
         rotation = (run.start,)
     return rotation
@@ -234,7 +234,7 @@ def next_angles(rotation, row, run, tile, call, steps, EXACT: tl.constexpr, conf
             if (row - run.start) // config.R % 4 == 0:
                 _, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
         next_cosine, next_sine = rotate(cosine, sine, rotation.step_cosine, rotation.step_sine, "rotate")
-        rotation = Rotation(next_cosine, next_sine, rotation.step_cosine, rotation.step_sine)
+        rotation = SteppedAngles(next_cosine, next_sine, rotation.step_cosine, rotation.step_sine)
     else:
         position, cosine, sine = block_angles(row, run, tile, call, steps, EXACT, config)
     return position, cosine, sine, rotation
