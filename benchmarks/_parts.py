@@ -25,7 +25,12 @@ def part_of(name: str, module: nn.Module) -> str | None:
             return "norm"
         case layers.RotaryEmbedding() | layers.LRPE():
             return "position"
-        case layers.Attention() | layers.TensorProductAttention() | layers.LinearAttention():
+        case (
+            layers.Attention()
+            | layers.TensorProductAttention()
+            | layers.LinearAttention()
+            | layers.DeltaAttention()
+        ):
             return "attention"
         case layers.SwiGLU():
             return "mlp"

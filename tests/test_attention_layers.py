@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from warploom import ArgumentError, DtypeError, ShapeError
 from warploom.nn import (
     Attention,
+    DeltaAttention,
     FactorCache,
     KVCache,
     LinearAttention,
@@ -50,6 +51,12 @@ KINDS = {
     **{
         f"linear {name}": Kind(partial(_linear, position=name), StateCache, 1e-4)
         for name in ("rotate", "cosine", "none")
+    },
+    **{
+        f"delta {decay} {position}": Kind(
+            partial(DeltaAttention, key_heads=1, decay=decay, position=position), StateCache, 1e-4
+        )
+        for decay, position in (("none", "rotate"), ("head", "none"), ("feature", "rotate"))
     },
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -161,7 +168,10 @@ def _attention(*sizes: int, value_dim: int, backend: str = "auto") -> Attention:
     return Attention(DIM, 3, causal=True, position=RotaryEmbedding(8))
 
 
-CACHED = {"attention": Kind(_attention, KVCache, 1e-5), **{name: KINDS[name] for name in ("tpa", "linear rotate")}}
+CACHED = {
+    "attention": Kind(_attention, KVCache, 1e-5),
+    **{name: KINDS[name] for name in ("tpa", "linear rotate", "delta feature rotate")},
+}
 cached = pytest.mark.parametrize("kind", CACHED.values(), ids=CACHED)
 
 
@@ -222,7 +232,7 @@ def test_a_cache_is_pickled_and_copied(kind: Kind, device: torch.device) -> None
         kind.assert_near(found[1], module(x[1:, :6])[0, 5:])
 
 
-@pytest.mark.parametrize("name", ["attention", "linear rotate"])
+@pytest.mark.parametrize("name", ["attention", "linear rotate", "delta feature rotate"])
 @torch.no_grad()
 def test_compiled_decoding_compiles_three_times_at_most(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ LAYERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
         (8, 2),
         {"embed_dim": "d_model", "is_causal": "causal", "num_kv_heads": "kv_heads"},
     ),
+    "DeltaAttention": (nn.DeltaAttention, (8, 2), {"num_heads": "heads", "num_key_heads": "key_heads"}),
     "LinearAttention": (nn.LinearAttention, (8, 2), {"num_heads": "heads", "rope_theta": "base"}),
     "TensorProductAttention": (nn.TensorProductAttention, (8, 2), {"hidden_size": "d_model", "rank_qq": "rank_q"}),
     "Block": (nn.Block, (8, 8, torch.nn.Identity()), {"intermediate_size": "d_ff", "rms_norm_eps": "norm_eps"}),

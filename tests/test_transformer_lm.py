@@ -21,11 +21,12 @@ from warploom import (
     flash_attention,
     lrpe_rotate,
 )
-from warploom.nn import TransformerConfig, TransformerLM, attention
+from warploom.nn import PageTable, TransformerConfig, TransformerLM, attention
 from warploom.nn.transformer_lm import SIZES, _sample
 from warploom.runtime.backend import HAS_TRITON
 
 VOCABULARY = 61
+HYBRID = ("delta", "flash")
 TINY = {
     "vocab_size": VOCABULARY,
     "context_length": 48,
@@ -40,7 +41,7 @@ TINY = {
 def make(device: torch.device | str = "cpu", **changes) -> TransformerLM:
     """A small model whose weights are large enough for every part to matter."""
     torch.manual_seed(1000 * seeds.seed() + 1)
-    own = {"kv_heads": None} if changes.get("attention") in ("tpa", "linear") else {}
+    own = {"kv_heads": None} if changes.get("attention") in ("tpa", "linear", "delta") else {}
     model = TransformerLM(TransformerConfig(**{**TINY, **own, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -157,7 +158,8 @@ def test_attentions_train_alike_in_float32(position: str, device: torch.device) 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "cosine")]
+    ("name", "position"),
+    [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "cosine"), ("delta", "rotate")],
 )
 def test_kernels_train_like_the_reference(
     name: str, position: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +169,7 @@ def test_kernels_train_like_the_reference(
     for backend in ("torch", "triton"):
         model = make(device, attention=name, layers=1, position=position, learnable_positions=name != "tpa")
         layer = model.blocks[0].attention
-        if name in ("tpa", "linear"):
+        if name in ("tpa", "linear", "delta"):
             layer.backend = backend
         else:
             monkeypatch.setattr(attention, "flash_attention", partial(flash_attention, backend=backend))
@@ -188,7 +190,8 @@ def test_checkpointing_changes_no_gradient(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "position"), [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "rotate")]
+    ("name", "position"),
+    [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "rotate"), ("delta", "none")],
 )
 def test_the_compiler_sees_one_graph(name: str, position: str, device: torch.device) -> None:
     model, tokens = make(device, attention=name, layers=1, position=position), text(2, 12, device)
@@ -233,6 +236,27 @@ def test_flops_of_linear_attention_do_not_grow_with_length() -> None:
         assert model.flops_per_token(10) == model.flops_per_token(1000) == expected
 
 
+def test_flops_of_the_delta_rule_and_of_hybrids() -> None:
+    delta, flash, both = (make(attention=a, kv_heads=None) for a in ("delta", "flash", HYBRID))
+    products = sum(m.weight.numel() for m in delta.modules() if isinstance(m, torch.nn.Linear))
+    assert delta.flops_per_token(10) == delta.flops_per_token(1000) == 2 * products + 2 * 2 * 4 * 3 * 6 * 6
+    assert both.flops_per_token(10) == (delta.flops_per_token(10) + flash.flops_per_token(10)) / 2
+
+
+def test_attention_differs_from_layer_to_layer(tmp_path: Path) -> None:
+    model = make(attention=HYBRID, layers=4)
+    kinds = [type(block.attention).__name__ for block in model.blocks]
+    assert kinds == ["DeltaAttention", "Attention"] * 2
+    with pytest.raises(ArgumentError, match="position_ids"):
+        model(text(1, 3), position_ids=torch.arange(3))
+    with pytest.raises(ArgumentError, match="'flash'"):
+        model.make_paged_cache(PageTable(4))
+    model.save(tmp_path / "model.safetensors")
+    again = TransformerLM.load(tmp_path / "model.safetensors")
+    assert again.config == model.config
+    assert hash(again.config) == hash(model.config)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Decoding and sampling
 # ----------------------------------------------------------------------------------------------------------
@@ -244,6 +268,9 @@ def test_flops_of_linear_attention_do_not_grow_with_length() -> None:
         *itertools.product(("flash", "plain", "sdpa"), ("rotate", "cosine", "none")),
         ("tpa", "rotate"),
         ("linear", "cosine"),
+        ("delta", "rotate"),
+        ("delta", "none"),
+        (HYBRID, "rotate"),
     ],
 )
 @torch.no_grad()
@@ -258,7 +285,7 @@ def test_decoding_through_the_cache_is_the_full_forward(name: str, position: str
         torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["flash", "plain", "sdpa", "tpa", "linear"])
+@pytest.mark.parametrize("name", ["flash", "plain", "sdpa", "tpa", "linear", "delta", HYBRID])
 def test_prompts_of_different_lengths_go_on_as_each_alone(name: str, device: torch.device) -> None:
     model, prompt, lengths = make(device, attention=name), text(4, 17, device), [17, 3, 1, 11]
     together = model.generate(prompt, 6, temperature=0, lengths=lengths)
@@ -392,6 +419,11 @@ def test_a_configuration_is_json() -> None:
         ),
         ({"attention": "tpa"}, "kv_heads must be None"),
         ({"attention": "linear"}, "kv_heads must be None"),
+        ({"attention": ("linear", "delta")}, "kv_heads must be None"),
+        ({"attention": "delta", "kv_heads": None, "position": "cosine"}, "position must be 'rotate' or 'none'"),
+        ({"attention": ("delta", "quick")}, "attention must be one of flash, "),
+        ({"attention": ("delta", "flash", "flash")}, "attention must be one name, or several whose number divides"),
+        ({"attention": ()}, "attention must be one name"),
         ({"attention": "tpa", "kv_heads": None, "learnable_positions": True}, "learnable_positions must be False"),
         ({"rank_v": 0}, "rank_v"),
         ({"position": "sine"}, "position must be one of none, rotate, cosine"),

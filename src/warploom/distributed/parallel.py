@@ -16,7 +16,7 @@ from warploom.distributed.linear_attention import context_parallel_linear_attent
 from warploom.distributed.linear_attention.segments import LAYOUT
 from warploom.distributed.ranks import group_of
 from warploom.errors import ArgumentError, DtypeError, fault
-from warploom.nn import Attention, LinearAttention, SwiGLU, TransformerLM
+from warploom.nn import Attention, DeltaAttention, LinearAttention, SwiGLU, TransformerLM
 from warploom.runtime.sharding import Axes, is_sharded, run_on_shards
 
 Tensor = torch.Tensor
@@ -68,6 +68,8 @@ def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: Layout = "zigza
             if layout != LAYOUT:
                 raise fault(ArgumentError, name, "layout", f"{LAYOUT!r} for linear attention", repr(layout))
             layer.attend, found = functools.partial(context_parallel_linear_attention, mesh=mesh), found + 1
+        elif isinstance(layer, DeltaAttention):
+            raise fault(ArgumentError, name, "model", "without DeltaAttention", type(model).__name__)
     if not found:
         raise fault(
             ArgumentError, name, "model", "one with layers Attention or LinearAttention", type(model).__name__

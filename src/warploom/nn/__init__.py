@@ -3,6 +3,7 @@
 from warploom.nn.attention import Attention
 from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
+from warploom.nn.delta_attention import DeltaAttention
 from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.mlp import SwiGLU
 from warploom.nn.paged_cache import PagedKVCache, PageTable
@@ -14,6 +15,7 @@ __all__ = [
     "LRPE",
     "Attention",
     "Block",
+    "DeltaAttention",
     "FactorCache",
     "KVCache",
     "LinearAttention",

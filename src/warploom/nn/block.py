@@ -25,7 +25,7 @@ class Block(nn.Module):
     Args:
         d_model: Features of the input and the output.
         d_ff: Inner features of `SwiGLU`.
-        attention: `Attention`, `TensorProductAttention` or `LinearAttention` of ``d_model`` features.
+        attention: an attention layer of this package, of ``d_model`` features.
         cross: `Attention` with ``context_dim``, or None.
         norm_eps: Epsilon of the norms.
 

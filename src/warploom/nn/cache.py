@@ -369,7 +369,7 @@ class FactorCache(TokenCache):
 
 
 class StateCache(_Cache):
-    """The state of a `LinearAttention` layer after its tokens, of the same size for any number of them.
+    """The state of a `LinearAttention` or `DeltaAttention` layer, of the same size for any number of tokens.
 
     A token cannot be removed from a state. So the keys and values of the last call are kept until the next, and
     entries can be truncated to any length since then: right-padded prompts may have different lengths.
@@ -393,7 +393,7 @@ class StateCache(_Cache):
     def __init__(self) -> None:
         super().__init__()
         self._before: list[int] = []  # lengths before the last call
-        self._state_after: Callable[[int, int], Tensor] | None = None
+        self._state_after: Callable[[int, int], Tensor | tuple[Tensor, ...]] | None = None
         self._order: Tensor | None = None  # indices of the entries in the last call, if they were reordered
 
     @property
@@ -401,14 +401,26 @@ class StateCache(_Cache):
         """``(B, H, F, E)`` float32; None before the first call."""
         return self._held[0] if self._is_filled else None
 
-    def put(self, state: Tensor, tokens: int, state_after: Callable[[int, int], Tensor]) -> None:
+    @property
+    def inputs(self) -> Tensor | None:
+        """``(B, C, K − 1)``, the last inputs of a convolution before attention; None where there are none."""
+        return self._held[1] if len(self._held) > 1 else None
+
+    def put(
+        self,
+        state: Tensor,
+        tokens: int,
+        state_after: Callable[[int, int], Tensor | tuple[Tensor, ...]],
+        inputs: Tensor | None = None,
+    ) -> None:
         """Replace the state by that after new tokens of every entry.
 
         Args:
             state: ``(B, H, F, E)``.
             tokens: The number of new tokens.
             state_after: Returns the state ``(1, H, F, E)`` of an entry after a number of its new tokens, given
-                both. The cache can be pickled if this can.
+                both; with ``inputs`` a tuple of both. The cache can be pickled if this can.
+            inputs: ``(B, C, K − 1)``, the last inputs of a convolution.
 
         Raises:
             ArgumentError: The state requires a gradient.
@@ -420,7 +432,7 @@ class StateCache(_Cache):
         if self._is_filled and state.shape != self._held[0].shape:
             raise fault(ShapeError, name, "state", f"{tuple(self._held[0].shape)}", shape_of(state))
         self._before = self.lengths or [0] * state.shape[0]
-        self._held, self._is_filled = (state,), True
+        self._held, self._is_filled = (state,) if inputs is None else (state, inputs), True
         self._state_after, self._order = state_after, None
         self._counter = _counter(self.length + tokens)
 
@@ -443,11 +455,12 @@ class StateCache(_Cache):
             entries = range(len(wanted)) if self._order is None else self._order.tolist()
             places = zip(entries, wanted, self._before)
             states = [self._state_after(entry, length - before) for entry, length, before in places]
-            self._held = (torch.cat(states),)
+            parts = zip(*(state if isinstance(state, tuple) else (state,) for state in states))
+            self._held = tuple(torch.cat(part) for part in parts)
         self._set_lengths(wanted)
 
     def _select(self, order: Tensor) -> None:
-        self._held = (self._held[0].index_select(0, order),)
+        self._held = tuple(held.index_select(0, order) for held in self._held)
         self._order = order if self._order is None else self._order.index_select(0, order)
         before = self._before
         same = before.count(before[0]) == len(before)

@@ -23,6 +23,7 @@ from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError,
 from warploom.nn.attention import Attention, Implementation
 from warploom.nn.block import Block
 from warploom.nn.cache import FactorCache, KVCache, StateCache
+from warploom.nn.delta_attention import DeltaAttention
 from warploom.nn.linear_attention import LinearAttention
 from warploom.nn.paged_cache import PagedKVCache, PageTable
 from warploom.nn.positions import LRPE, RotaryEmbedding
@@ -44,7 +45,7 @@ SIZES = {
     "2.7B": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
 }
 COUNTS = ("vocab_size", "context_length", "d_model", "d_ff", "layers", "heads", "rank_q", "rank_k", "rank_v")
-AttentionName = Literal[Implementation, "tpa", "linear"]
+AttentionName = Literal[Implementation, "tpa", "linear", "delta"]
 FACTORS = tuple(f"attention.{factor}.weight" for factor in ("aq", "bq", "ak", "bk", "av", "bv"))
 IGNORED = -100
 """The target of a token that takes no part in the loss."""
@@ -89,9 +90,10 @@ class TransformerConfig:
     """Frequencies are ``base ** (-f / F)``."""
     learnable_positions: bool = False
     """True if the frequencies are learned."""
-    attention: AttentionName = "flash"
+    attention: AttentionName | tuple[AttentionName, ...] = "flash"
     """``flash``, ``sdpa`` or ``plain``, three implementations of softmax attention; ``tpa``, tensor-product
-    attention; ``linear``, linear attention, with LRPE and frequencies per head."""
+    attention; ``linear``, linear attention, with LRPE and frequencies per head; ``delta``, Gated DeltaNet. Several
+    of them are the layers' from the first on, over and over: ``("delta", "delta", "delta", "flash")``."""
     rank_q: int = 6
     """Rank of the queries of tensor-product attention."""
     rank_k: int = 2
@@ -122,8 +124,17 @@ class TransformerConfig:
                 raise fault(ArgumentError, "TransformerConfig", field, "a positive int", repr(value))
         for field in ("base", "norm_eps"):
             check_number("TransformerConfig", field, getattr(self, field))
-        for field, options in (("position", get_args(Encoding)), ("attention", get_args(AttentionName))):
-            value = getattr(self, field)
+        given: object = self.attention
+        if isinstance(given, list):  # from a file
+            object.__setattr__(self, "attention", tuple(given))
+        kinds = self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        if not kinds or self.layers % len(kinds):
+            expected = f"one name, or several whose number divides layers = {self.layers}"
+            raise fault(ArgumentError, "TransformerConfig", "attention", expected, repr(self.attention))
+        names, encodings = get_args(AttentionName), get_args(Encoding)
+        for field, value, options in (
+            ("position", self.position, encodings), *(("attention", kind, names) for kind in kinds),
+        ):  # fmt: skip
             if value not in options:
                 raise fault(ArgumentError, "TransformerConfig", field, f"one of {', '.join(options)}", repr(value))
         if self.d_model % self.heads:
@@ -133,14 +144,17 @@ class TransformerConfig:
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             expected = f"a divisor of heads = {self.heads}"
             raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, self.kv_heads)
-        if self.attention == "tpa":  # which has its own keys and values, and turns their factors
+        if "tpa" in kinds:  # which has its own keys and values, and turns their factors
             for field, only in (("position", "rotate"), ("kv_heads", None), ("learnable_positions", False)):
                 if getattr(self, field) != only:
                     expected = f"{only!r} with attention 'tpa'"
                     raise fault(ArgumentError, "TransformerConfig", field, expected, repr(getattr(self, field)))
-        if self.attention == "linear" and self.kv_heads is not None:
-            expected = "None with attention 'linear'"
+        if self.kv_heads is not None and not {*kinds} & {*get_args(Implementation)}:
+            expected = f"None with attention {kinds[0]!r}"
             raise fault(ArgumentError, "TransformerConfig", "kv_heads", expected, repr(self.kv_heads))
+        if "delta" in kinds and self.position == "cosine":
+            expected = "'rotate' or 'none' with attention 'delta'"
+            raise fault(ArgumentError, "TransformerConfig", "position", expected, repr(self.position))
         if self.position == "rotate" and self.head_dim % 2:
             expected = f"such that d_model / heads is even for position 'rotate' (d_model = {self.d_model})"
             raise fault(ArgumentError, "TransformerConfig", "heads", expected, self.heads)
@@ -149,6 +163,12 @@ class TransformerConfig:
     def head_dim(self) -> int:
         """Features of a head."""
         return self.d_model // self.heads
+
+    @property
+    def kinds(self) -> tuple[AttentionName, ...]:
+        """Attention of each layer."""
+        given = self.attention if isinstance(self.attention, tuple) else (self.attention,)
+        return given * (self.layers // len(given))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -180,8 +200,9 @@ def _block(config: TransformerConfig, index: int) -> Block:
     return Block(config.d_model, config.d_ff, _attention(config, index), norm_eps=config.norm_eps)
 
 
-def _attention(config: TransformerConfig, index: int) -> Attention | TensorProductAttention | LinearAttention:
-    if config.attention == "tpa":
+def _attention(config: TransformerConfig, index: int) -> nn.Module:
+    kind = config.kinds[index]
+    if kind == "tpa":
         return TensorProductAttention(
             config.d_model,
             config.heads,
@@ -191,7 +212,16 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
             causal=True,
             base=config.base,
         )
-    if config.attention == "linear":
+    if kind == "delta":
+        return DeltaAttention(
+            config.d_model,
+            config.heads,
+            position="none" if config.position == "none" else "rotate",
+            base=config.base,
+            learnable=config.learnable_positions,
+            norm_eps=config.norm_eps,
+        )
+    if kind == "linear":
         return LinearAttention(
             config.d_model,
             config.heads,
@@ -208,7 +238,7 @@ def _attention(config: TransformerConfig, index: int) -> Attention | TensorProdu
         kv_heads=config.kv_heads,
         position=_position(config),
         causal=True,
-        implementation=config.attention,
+        implementation=kind,
     )
 
 
@@ -265,10 +295,11 @@ class TransformerLM(nn.Module):
 
         Each of the ``2 · layers`` additions then contributes equally, and their sum does not grow with depth
         (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3). The factors of
-        tensor-product attention are multiplied with each other, and keep the weights that the layer draws.
+        tensor-product attention are multiplied with each other, and keep the weights that the layer draws, as do
+        convolutions.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 and not name.endswith(("theta", *FACTORS)):
+            if parameter.dim() == 2 and not name.endswith(("theta", "convolution", *FACTORS)):
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 deviation = 0.02 / (2 * self.config.layers) ** 0.5 if adds else 0.02
                 nn.init.normal_(parameter, std=deviation)
@@ -302,7 +333,7 @@ class TransformerLM(nn.Module):
                 has another number of layers.
         """
         self._check(tokens, targets, cache)
-        if position_ids is not None and not isinstance(self.blocks[0].attention, Attention):
+        if position_ids is not None and not {*self.config.kinds} <= {*get_args(Implementation)}:
             expected = f"None with attention {self.config.attention!r}, which counts tokens"
             raise fault(ArgumentError, type(self).__name__, "position_ids", expected, "a tensor")
         logits = self.head(self.hidden(tokens, cache, position_ids))
@@ -361,12 +392,12 @@ class TransformerLM(nn.Module):
         """Returns an empty cache for each layer: a `KVCache`, `FactorCache` or `StateCache`.
 
         Memory for ``capacity`` tokens is allocated at once, and no more fit; by default it grows with the tokens.
-        The state of linear attention has the same size for any number of tokens.
+        A state of linear attention or of the delta rule has the same size for any number of tokens.
         """
-        if self.config.attention == "linear":
-            return [StateCache() for _ in self.blocks]
-        kind = FactorCache if self.config.attention == "tpa" else KVCache
-        return [kind(capacity) for _ in self.blocks]
+        kinds: dict[str, Callable[[], Cache]] = {
+            "linear": StateCache, "delta": StateCache, "tpa": functools.partial(FactorCache, capacity)
+        }  # fmt: skip
+        return [kinds.get(kind, functools.partial(KVCache, capacity))() for kind in self.config.kinds]
 
     def make_paged_cache(self, table: PageTable) -> list[PagedKVCache]:
         """Returns an empty paged cache for each layer, which share a table of pages.
@@ -376,7 +407,7 @@ class TransformerLM(nn.Module):
         Raises:
             ArgumentError: The model's attention has no keys and values of softmax attention by the kernels.
         """
-        if self.config.attention != "flash":
+        if {*self.config.kinds} != {"flash"}:
             raise fault(ArgumentError, type(self).__name__, "attention", "'flash'", repr(self.config.attention))
         return [PagedKVCache(table) for _ in self.blocks]
 
@@ -571,8 +602,8 @@ class TransformerLM(nn.Module):
         """Returns the operations for one token, as a mean over a sequence. A multiply-add counts as two.
 
         Counted are the matrix products of the layers, attention over the ``(length + 1) / 2`` keys that a token
-        sees on average, or the state of linear attention, and the products of factors. Norms, activations,
-        positions and the softmax are not counted.
+        sees on average, or the state of linear attention and of the delta rule, and the products of factors. Norms,
+        activations, convolutions, positions and the softmax are not counted.
 
         Args:
             length: Tokens of the sequence; ``context_length`` by default.
@@ -582,12 +613,14 @@ class TransformerLM(nn.Module):
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         config = self.config
         features = (3 if config.position == "cosine" else 2) * config.head_dim  # of a key and a value
-        attended = features * (length + 1) / 2
-        if config.attention == "linear":  # a state of φ's features by those of a value, added to and read
-            attended = 2 * (features - config.head_dim) * config.head_dim
-        if config.attention == "tpa":
-            attended += (config.rank_q + config.rank_k + config.rank_v) * config.head_dim
-        flops = 2 * products + 2 * config.layers * config.heads * attended
+        softmax = features * (length + 1) / 2
+        attended = {
+            # A state of φ's features by those of a value, added to and read, and of the delta rule corrected.
+            "linear": 2 * (features - config.head_dim) * config.head_dim,
+            "delta": 3 * config.head_dim**2,
+            "tpa": softmax + (config.rank_q + config.rank_k + config.rank_v) * config.head_dim,
+        }
+        flops = 2 * products + 2 * config.heads * sum(attended.get(kind, softmax) for kind in config.kinds)
         return 3 * flops if training else flops
 
 

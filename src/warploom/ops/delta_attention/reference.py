@@ -174,7 +174,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, factors: 
 
 def _sums_behind(g: Tensor) -> Tensor:
     """The sums (…, T, F) of the logarithms behind each token of (…, T, F)."""
-    behind = torch.cat((g[..., 1:, :], g.new_zeros((*g.shape[:-2], 1, g.shape[-1]))), -2)
+    behind = torch.nn.functional.pad(g, (0, 0, 0, 1))[..., 1:, :]
     return behind.flip(-2).cumsum(-2).flip(-2)
 
 
