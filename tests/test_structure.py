@@ -52,10 +52,20 @@ ALLOWED = {
         *("choose", "variants", "engine", "launch", "triton", "config", "configs", "call", "problem", "chunks"),
         *("warploom.device", "warploom.runtime"),
     },
-    "validation": {"call", "problem", "reference", "warploom.errors", "warploom.runtime"},
+    "block_mask": {"warploom.errors", "warploom.runtime"},
+    "validation": {"block_mask", "call", "problem", "reference", "warploom.errors", "warploom.runtime"},
     "operator": {"engine", "call", "problem", "validation", "warploom.runtime"},
     "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
-    "api": {"fallback", "call", "operator", "reference", "validation", "warploom.errors", "warploom.runtime"},
+    "api": {
+        "block_mask",
+        "fallback",
+        "call",
+        "operator",
+        "reference",
+        "validation",
+        "warploom.errors",
+        "warploom.runtime",
+    },
 }
 
 

@@ -28,7 +28,7 @@ def _is_command_line() -> bool:
 if TYPE_CHECKING or "torch" in sys.modules or not _is_command_line():
     from warploom.ops.append_kv.api import append_kv
     from warploom.ops.delta_attention.api import delta_attention
-    from warploom.ops.flash_attention.api import flash_attention
+    from warploom.ops.flash_attention.api import BlockMask, block_mask, flash_attention
     from warploom.ops.linear_attention.api import linear_attention
     from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
     from warploom.ops.rotary_attention.api import rotary_attention as _rotary_attention  # noqa: F401
@@ -40,6 +40,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "BackendWarning",
+    "BlockMask",
     "DeviceError",
     "DtypeError",
     "LayoutWarning",
@@ -48,6 +49,7 @@ __all__ = [
     "WarploomError",
     "__version__",
     "append_kv",
+    "block_mask",
     "check_values",
     "delta_attention",
     "flash_attention",

@@ -21,6 +21,7 @@ C = TypeVar("C", bound=type)
 
 OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("is_causal", "causal", "it aligns the last query with the last key"),
+    ("attn_mask", "mask", "a boolean tensor, true where a key takes part; numbers are a `bias`"),
     ("attn_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
     ("key_padding_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
     ("dropout_p", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
@@ -28,6 +29,9 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("softmax_scale", "scale", "a factor of the inner products"),
     ("sm_scale", "scale", "a factor of the inner products"),
     ("window_size", "window", "`(left, right)`, with None for no bound instead of -1"),
+    ("block_mask", "mask", "what `warploom.block_mask` makes of it"),
+    ("attn_bias", "bias", "numbers that are added to the logits"),
+    ("alibi_slopes", "alibi", "slopes of the heads"),
     ("alibi_slopes", "", "there are no slopes; positions are those of `lrpe_rotate`"),
     ("enable_gqa", "", "leave it out; `k` and `v` may have fewer heads"),
     ("deterministic", "", "leave it out; results always are"),

@@ -9,16 +9,21 @@ import torch
 
 from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
+from warploom.ops.flash_attention.block_mask import BlockMask, block_mask
 from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO
 from warploom.ops.flash_attention.validation import (
     NAME,
     Bits,
     FlashInputs,
     Precision,
+    ToldInputs,
     check,
     check_into,
+    check_told,
+    check_told_values,
     check_values,
     check_values_into,
+    told_inputs,
 )
 from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
@@ -26,7 +31,9 @@ from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, Tensors, ValidatedCall
 from warploom.runtime.memory_order import make_dense, reorder_like
 from warploom.runtime.names import hide_catch_alls, refuse_unknown
-from warploom.runtime.sharding import Axes
+from warploom.runtime.sharding import Axes, is_sharded
+
+__all__ = ["BlockMask", "block_mask", "flash_attention"]
 
 Tensor = torch.Tensor
 
@@ -44,6 +51,9 @@ class _Arguments(TypedDict, total=False):
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
     block_table: Tensor | None
+    mask: BlockMask | Tensor | None
+    bias: Tensor | None
+    alibi: Tensor | None
     float32_precision: Precision | None
     bits: Bits
     out: Tensor | None
@@ -78,6 +88,9 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    mask: BlockMask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
     float32_precision: Precision | None = None,
     bits: Bits = "batch",
     out: Tensor | None = None,
@@ -117,6 +130,13 @@ def flash_attention(
         block_table: ``(B, P)`` int32, for keys in pages: then ``k`` is ``(pages, page_size, Hkv, D)``, ``v``
             likewise, and key ``j`` of batch entry ``b`` lies in page ``block_table[b, j // page_size]``. With
             ``seqused_k``; without gradients. Numbers of pages that hold no used key may be any.
+        mask: What `block_mask` makes, or a boolean tensor ``(B or 1, Hq or 1, N, M)``, true where a key is seen.
+            ``causal``, ``window`` and lengths hide keys besides. Not for packed queries on a cache, keys in pages
+            or with ``out``, as is true of ``bias`` and ``alibi``.
+        bias: ``(B or 1, Hq or 1, N or 1, M)``, any float dtype and strides: added to the logits, behind the cap. A
+            key is hidden where it is −inf. It has a gradient, summed over the axes of size 1.
+        alibi: ``(Hq,)`` or ``(B, Hq)``, any float dtype: slopes. ``alibi_h · (j − i − (M − N))`` is added to the
+            logits: a key ``d`` places before its query gets ``−slope · d``. Without a gradient.
         float32_precision: How products of float32 tensors are computed by the kernels: ``highest`` (as exact as
             float32), ``high`` (TensorFloat-32, or two parts of a factor in bfloat16) or ``medium`` (bfloat16); the
             current value of ``torch.get_float32_matmul_precision()`` by default. Other dtypes have one way only.
@@ -138,7 +158,7 @@ def flash_attention(
     Raises:
         ShapeError: A size does not fit.
         DtypeError: An argument has the wrong type.
-        DeviceError: Tensors lie on different devices.
+        DeviceError: Tensors, or those of a mask, lie on different devices.
         ArgumentError: An unknown option, arguments that exclude each other, or bounds, lengths or pages that are
             not so (checked on a CPU; on a GPU see `check_values`).
         BackendError: ``backend="triton"`` cannot run this call, or kernels are needed for ``bits``.
@@ -168,6 +188,11 @@ def flash_attention(
         window = tuple(window)
     inputs = FlashInputs(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     options = (causal, scale, window, float32_precision, return_lse, softcap, bits)
+    if mask is not None or bias is not None or alibi is not None:
+        told = told_inputs(inputs, mask, bias, alibi, out)
+        if is_sharded(told):
+            raise BackendError(f"{NAME}: a mask, bias or slopes are not for tensors that are sharded over a mesh")
+        return _function_told(backend, told, options)  # type: ignore[no-any-return]
     if out is not None:
         results = _function_into(backend, (*inputs, out), options)
         return (out, *results) if return_lse else out
@@ -194,6 +219,21 @@ def _run_reference(
     return reorder_like(q, results[0]), make_dense(results[1])
 
 
+def _run_told(inputs: ToldInputs, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    q, options, return_lse = inputs.q, call.options, call.num_results == 2
+    compute = fallback.define_told
+    if backend == "auto" and not q.is_meta:
+        reason = fallback.told_obstacle(inputs, options)
+        if reason is None:
+            compute = fallback.attend_told
+        else:
+            fallback.warn_of_definition(NAME, reason)
+    results = compute(inputs, options, return_lse)
+    if isinstance(results, Tensor):
+        return reorder_like(q, results)
+    return reorder_like(q, results[0]), make_dense(results[1])
+
+
 def _run_reference_into(tensors: Tensors, number: int, call: ValidatedCall, backend: str) -> Tensors:
     """Write attention, and return lse if that is asked for."""
     *given, out = call.arrange(*tensors) if call.arrange else tensors
@@ -212,4 +252,5 @@ def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
+_function_told = Function(NAME, check_told, _run_told, OPERATOR, check_values=check_told_values)
 _function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

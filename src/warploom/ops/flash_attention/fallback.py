@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import BackendWarning, warn
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions
+from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions, ToldInputs
 from warploom.runtime.modes import is_plain_eager, read_bounds
 
 Tensor = torch.Tensor
@@ -84,6 +84,103 @@ def attend(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Any:
     else:
         results = run(*factors)
     return results if return_lse else results[0]
+
+
+def told_obstacle(inputs: ToldInputs, options: FlashOptions) -> str | None:
+    """Returns why PyTorch's own attention does not compute a call with a mask, a bias or slopes, or None."""
+    if reason := obstacle(inputs.untold, options):
+        return reason
+    if not is_plain_eager(*(x for x in inputs if x is not None)):
+        return "is for plain eager calls"
+    if inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None or inputs.seqused_k is not None:
+        return "takes no masks with sequences or lengths"
+    if inputs.q.is_cpu and not all(bool(x.isfinite().all()) for x in inputs[:3]):
+        return "makes NaN of what a mask hides"
+    return None
+
+
+def define_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> Any:
+    """Returns attention by the definition, of every call with a mask, a bias or slopes."""
+    cu_seqlens_q, cu_seqlens_k = read_bounds(inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    mask = inputs.mask()
+    return reference.flash_attention(
+        inputs.q, inputs.k, inputs.v,
+        scale=options.scale, window=(options.left, options.right), softcap=options.softcap, sink=inputs.sink,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=inputs.seqused_k,
+        mask=None if mask is None else mask.dense(), bias=inputs.bias, alibi=inputs.alibi,
+        float32_precision=options.precision, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def attend_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> Any:
+    """Returns attention of a call without `told_obstacle`, by PyTorch's with a mask for each block of queries."""
+    mask = inputs.mask()
+    seen = None if mask is None else mask.dense()
+
+    def of(compute: Any) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Results:
+            return compute(inputs._replace(q=q, k=k, v=v, bias=bias))  # type: ignore[no-any-return]
+
+        return run
+
+    def defined(inputs: ToldInputs) -> Results:
+        results = define_told(inputs, options, return_lse)
+        return results if return_lse else (results,)
+
+    run = of(lambda inputs: _attend_told(inputs, seen, options, return_lse))
+    factors = inputs.q, inputs.k, inputs.v, *(() if inputs.bias is None else (inputs.bias,))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
+        results = _Differentiable.apply(run, of(defined), *factors)
+    else:
+        results = run(*factors)
+    return results if return_lse else results[0]
+
+
+def _attend_told(inputs: ToldInputs, seen: Tensor | None, options: FlashOptions, return_lse: bool) -> Results:
+    q, k, v, bias, alibi = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi
+    dtype, tokens, keys = q.dtype, q.shape[1], k.shape[1]
+    added = bias is not None or alibi is not None
+    if added:  # PyTorch would round what is added to the dtype of the factors
+        q, k, v = (x.to(_wide(x)) for x in (q, k, v))
+
+    def block(first: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Results:
+        rows = slice(first, first + q.shape[1])
+        query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (keys - tokens)
+        distance = torch.arange(keys, device=q.device) - query
+        visible = torch.ones_like(distance, dtype=torch.bool)[None, None]
+        if options.left is not None:
+            visible = visible & (distance >= -options.left)
+        if options.right is not None:
+            visible = visible & (distance <= options.right)
+        if seen is not None:
+            visible = visible & seen[:, :, rows]
+        logits = None
+        if alibi is not None:
+            logits = alibi.to(q.dtype).view(-1, alibi.shape[-1], 1, 1) * distance
+        if bias is not None:
+            some = (bias if bias.shape[2] == 1 else bias[:, :, rows]).to(q.dtype)
+            visible = visible & (some != -torch.inf)
+            logits = some if logits is None else logits + some
+        blind = ~visible.any(-1, keepdim=True)  # they see all, and become 0: of no key some kernels make NaN
+        shown = visible | blind
+        if logits is not None:
+            shown = logits.masked_fill(logits == -torch.inf, 0.0).masked_fill(~shown, -torch.inf)
+        heads = q.shape[0], q.shape[2], q.shape[1]
+        out = _attend_fused(q, k, v, options.scale, shown.expand(*heads, keys), False)
+        blind = blind[..., 0].expand(heads)
+        out = out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
+        if not return_lse:
+            return (out,)
+        wide = q.to(_wide(q)).unflatten(2, (k.shape[2], -1)) * options.scale
+        products = torch.einsum("bnhgd,bmhd->bhgnm", wide, k.to(wide.dtype)).flatten(1, 2)
+        products = products.masked_fill(~shown, -torch.inf) if logits is None else products + shown
+        return out, products.logsumexp(-1).masked_fill(blind, -torch.inf)
+
+    blocks = [(i, q[:, i : i + BLOCK], k, v, bias) for i in range(0, tokens, BLOCK)]
+    many = torch.is_grad_enabled() and q.shape[0] * q.shape[2] * tokens * keys > KEPT
+    parts = [checkpoint(block, *each, use_reentrant=False) if many else block(*each) for each in blocks]
+    out, *lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
+    return out.to(dtype), *lse
 
 
 class _Differentiable(torch.autograd.Function):

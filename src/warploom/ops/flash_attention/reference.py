@@ -41,6 +41,9 @@ def flash_attention(
     cu_seqlens_k: Bounds | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
     float32_precision: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -54,6 +57,11 @@ def flash_attention(
     hold. Where bounds are ints, every sequence is a call of its own, so that NaN in one reaches no other. Where
     they are tensors, whose numbers may not be known yet, a mask keeps sequences apart, which lets NaN through.
 
+    Logits become ``z + alibi_h · (j − i − (M − N)) + bias`` behind the cap, with ``alibi`` (Hq,) or (B, Hq) and
+    ``bias`` (B|1, Hq|1, N|1, M); a bias of −inf hides a key, as does a boolean ``mask`` (B|1, Hq|1, N, M) where it
+    is false. Keys and values that they hide from all queries reach nothing, whatever they hold. Places in masks and
+    biases are those in the tensors, over all sequences.
+
     For float32 inputs, a ``float32_precision`` of ``high`` drops the bits of every factor of a matrix product that
     TensorFloat-32 does not have, and ``medium`` rounds it to bfloat16.
     """
@@ -64,6 +72,13 @@ def flash_attention(
         cu_seqlens_q, cu_seqlens_k = (
             cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
             cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        )
+    told = mask is not None or bias is not None or alibi is not None
+    if (
+        told and cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor)
+    ):  # whose places are of all sequences
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.tensor(bounds, device=q.device) for bounds in (cu_seqlens_q, cu_seqlens_k)
         )
     if cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor):
         attend = functools.partial(
@@ -112,6 +127,10 @@ def flash_attention(
         query_sequence, query_place = _places(q, tokens, keys, *packed)
         key_sequence, key_place = _places(k, keys, keys, packed[1], packed[1])
 
+    def by_group(x: Tensor) -> Tensor:
+        """Returns (B, Hq or 1, …) with an axis of key heads and one of the heads of a group."""
+        return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (k.shape[2], -1))
+
     def attend_block(rows: slice, queries: Tensor, wide_k: Tensor, wide_v: Tensor) -> tuple[Tensor, Tensor]:
         distance = key_place[None, :] - query_place[rows, None]
         visible = key_sequence[None, :] == query_sequence[rows, None]
@@ -126,7 +145,21 @@ def flash_attention(
             visible = visible & (distance <= min(right, _FAR))
         visible = visible[None] if visible.dim() == 2 else visible
         visible = visible[:, None, None]
-        return _attend(queries[:, rows], wide_k, wide_v, visible, scale, factors, softcap, sink)
+        added = None
+        if mask is not None:
+            visible = visible & by_group(mask[:, :, rows])
+        if alibi is not None:
+            slopes = by_group(alibi.to(dtype).view(-1, alibi.shape[-1], 1, 1))
+            added = slopes * (distance[None] if distance.dim() == 2 else distance)[:, None, None]
+        if bias is not None:
+            some = by_group(bias if bias.shape[2] == 1 else bias[:, :, rows]).to(dtype)
+            visible = visible & (some != -torch.inf)
+            some = some.masked_fill(some == -torch.inf, 0.0)
+            added = some if added is None else added + some
+        tile = queries[:, rows]
+        if told:
+            tile, wide_k, wide_v = _without_hidden(tile, wide_k, wide_v, visible)
+        return _attend(tile, wide_k, wide_v, visible, scale, factors, softcap, sink, added)
 
     row = max(q.shape[0] * q.shape[2] * wide_k.shape[1], 1)
     # An exported program is for sizes that are not known yet, and has one block.
@@ -180,8 +213,11 @@ def _attend(
     factors: str,
     softcap: float | None,
     sink: Tensor | None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention under a mask (B or 1, 1, 1, N, M): output (B, N, Hq, E), and lse (B, Hq, N).
+    """Returns attention under a mask (B|1, Hkv|1, group|1, N, M): output (B, N, Hq, E), and lse (B, Hq, N).
+
+    ``added``, broadcast as the mask is, is added to the logits.
 
     A hidden key has weight 0, whatever its logit is: NaN in a query or key reaches ``out`` and ``lse`` of the rows
     that see it. Products are those of matrices, in which 0 · NaN is NaN: a value reaches all rows of ``out``.
@@ -193,6 +229,8 @@ def _attend(
     logits = torch.einsum("bnhgd,bmhd->bhgnm", queries, k) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if added is not None:
+        logits = logits + added
     logits = logits.masked_fill(~visible, -torch.inf)
     # The maximum is only a shift that cancels, so no gradient flows through it; a row without keys has none.
     row_max = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
@@ -213,6 +251,14 @@ def _attend(
     out = torch.einsum("bhgnm,bmhe->bnhge", factor_of(weights, factors), v)
     lse = torch.where(some, total.log() + row_max.squeeze(-1), -torch.inf)
     return out.reshape(batch, tokens, heads, v.shape[-1]), lse.reshape(batch, heads, tokens)
+
+
+def _without_hidden(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v with zeros in queries that see nothing, and in keys and values that no query sees."""
+    blind = ~visible.any(-1).permute(0, 3, 1, 2)[..., None]  # (B, N, Hkv, group, 1)
+    hidden = ~visible.any(3).any(2).transpose(1, 2)[..., None]  # (B, M, Hkv, 1)
+    groups = q.unflatten(2, (k.shape[2], -1)).masked_fill(blind, 0.0)
+    return groups.flatten(2, 3), k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
 
 def _from_pages(x: Tensor, block_table: Tensor) -> Tensor:

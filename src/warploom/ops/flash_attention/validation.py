@@ -10,12 +10,14 @@ import torch
 
 from warploom.errors import (
     ArgumentError,
+    DeviceError,
     DtypeError,
     ShapeError,
     dtype_of,
     fault,
     shape_of,
 )
+from warploom.ops.flash_attention.block_mask import BlockMask, of_dense
 from warploom.runtime.arguments import (
     COUNTS,
     FLOATS,
@@ -67,6 +69,38 @@ class FlashInputs(NamedTuple):
     def on_cache(self) -> bool:
         """Returns whether queries are packed, and every sequence has its keys in a cache."""
         return self.cu_seqlens_q is not None and self.cu_seqlens_k is None and self.seqused_k is not None
+
+
+class ToldInputs(NamedTuple):
+    """The tensors of a call that is told what to see, by a mask or by what is added to its logits."""
+
+    q: Tensor  # (B, N, Hq, D)
+    k: Tensor  # (B, M, Hkv, D)
+    v: Tensor  # (B, M, Hkv, E)
+    sink: Tensor | None = None  # (Hq,)
+    bias: Tensor | None = None  # (B|1, Hq|1, N|1, M)
+    alibi: Tensor | None = None  # (Hq,) or (B, Hq)
+    cu_seqlens_q: Tensor | None = None  # (S + 1,)
+    cu_seqlens_k: Tensor | None = None  # (S + 1,)
+    seqused_k: Tensor | None = None  # (B,)
+    tiles: Tensor | None = None  # of a `BlockMask`, as are all below
+    row_counts: Tensor | None = None
+    row_tiles: Tensor | None = None
+    column_counts: Tensor | None = None
+    column_tiles: Tensor | None = None
+    bits: Tensor | None = None
+
+    @property
+    def untold(self) -> FlashInputs:
+        """The other tensors."""
+        return FlashInputs(*self[:4], *self[6:9])
+
+    def mask(self) -> BlockMask | None:
+        """Returns the mask of a valid call."""
+        if self.tiles is None:
+            return None
+        shape = (*self.tiles.shape[:2], self.q.shape[1], self.k.shape[1])
+        return BlockMask(shape, *self[9:])  # type: ignore[arg-type]
 
 
 class FlashOptions(NamedTuple):
@@ -163,6 +197,73 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
     keys *= 1 if block_table is None else block_table.shape[1]
     limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
     return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
+
+
+def told_inputs(
+    inputs: FlashInputs, mask: object, bias: Tensor | None, alibi: Tensor | None, out: object
+) -> ToldInputs:
+    """Returns the tensors of a call that has a mask, a bias or slopes, with the mask checked and as tiles."""
+    q, k = inputs.q, inputs.k
+    argument = next(n for n, x in (("mask", mask), ("bias", bias), ("alibi", alibi)) if x is not None)
+    for other, there in (
+        ("block_table", inputs.block_table is not None),
+        ("queries packed on a cache", inputs.on_cache),
+        ("out", out is not None),
+    ):
+        if there:
+            raise fault(ArgumentError, NAME, argument, f"None with {other}", "a value")
+    _check_tensors(q, k, inputs.v, False, None)
+    tiles = () if mask is None else _checked_mask(q, k, mask)[1:]
+    return ToldInputs(*inputs[:4], bias, alibi, *inputs[4:7], *tiles)
+
+
+def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
+    batch, heads, sizes = q.shape[0], q.shape[2], (q.shape[1], k.shape[1])
+    if not isinstance(mask, BlockMask | Tensor):
+        expected = "a boolean tensor or what warploom.block_mask makes, of a function or PyTorch's BlockMask too"
+        raise fault(DtypeError, NAME, "mask", expected, type(mask).__name__)
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        raise fault(DtypeError, NAME, "mask", "a boolean tensor (numbers are a bias)", f"one of {dtype_of(mask)}")
+    shape = tuple(mask.shape)
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != sizes:
+        raise fault(ShapeError, NAME, "mask", f"(B or 1, Hq or 1, N, M) = {(batch, heads, *sizes)}", shape)
+    if mask.device != q.device:
+        raise fault(DeviceError, NAME, "mask", f"on the device of q, {q.device}", mask.device)
+    if isinstance(mask, BlockMask):
+        return mask
+    for axis in (0, 1):
+        if mask.stride(axis) == 0 and mask.shape[axis] > 1:  # the same for all
+            mask = mask.narrow(axis, 0, 1)
+    return of_dense(mask, compact=False)
+
+
+def check_told(name: str, inputs: ToldInputs, options: tuple[Any, ...], number: int) -> ValidatedCall:
+    """Validate a call that `told_inputs` returns the tensors of; options are those of `check`."""
+    q, k, bias, alibi = inputs.q, inputs.k, inputs.bias, inputs.alibi
+    call = check(name, inputs.untold, options, number)._replace(arrange=None)
+    batch, tokens, heads, _ = q.shape
+    if bias is not None:
+        check_tensor(name, "bias", bias, FLOATS)
+        sizes = (batch, heads, tokens)
+        right = bias.dim() == 4 and bias.shape[3] == k.shape[1]
+        if not right or any(own not in (1, size) for own, size in zip(bias.shape, sizes)):
+            expected = f"(B or 1, Hq or 1, N or 1, M) = {(*sizes, k.shape[1])}"
+            raise fault(ShapeError, name, "bias", expected, shape_of(bias))
+        check_device(name, "bias", bias, "q", q)
+    if alibi is not None:
+        check_tensor(name, "alibi", alibi, FLOATS)
+        if tuple(alibi.shape) not in ((heads,), (batch, heads)):
+            raise fault(ShapeError, name, "alibi", f"(Hq,) or (B, Hq) = {(batch, heads)}", shape_of(alibi))
+        check_device(name, "alibi", alibi, "q", q)
+        if alibi.requires_grad and torch.is_grad_enabled():
+            expected = "without a gradient, which slopes do not have (a bias has one)"
+            raise fault(ArgumentError, name, "alibi", expected, "a tensor that requires one")
+    return call._replace(unsupported=call.unsupported or "there are no kernels for masks, biases and slopes yet")
+
+
+def check_told_values(name: str, inputs: ToldInputs) -> None:
+    """Check what tensors of a valid call hold."""
+    check_values(name, inputs.untold)
 
 
 def check_values(name: str, inputs: FlashInputs) -> None:

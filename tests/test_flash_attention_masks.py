@@ -1,0 +1,236 @@
+"""Attention that is told what to see: masks by tiles, biases and slopes, against the definition and float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import warploom
+from warploom import BlockMask, block_mask, flash_attention
+from warploom.ops.flash_attention.block_mask import of_dense
+
+SIZES = ((1, 1, 300, 413), (2, 3, 128, 130), (2, 1, 1, 700), (1, 2, 384, 256))
+
+
+def random_mask(*shape: int, seed: int = 0) -> torch.Tensor:
+    """A mask with tiles that see all, some and nothing, and a row that sees nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=generator) < 0.5
+    mask[..., :128, :128] = True
+    mask[..., 128:256] = False
+    mask[..., -1, :] = False
+    return mask
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_tensor_comes_back_from_its_tiles(shape: tuple[int, ...], compact: bool) -> None:
+    mask = random_mask(*shape)
+    made = of_dense(mask, compact)
+    assert made.shape == shape
+    assert torch.equal(made.dense(), mask)
+    some = int((made.tiles >= 0).sum())
+    assert made.bits.shape[0] == (some if compact else made.tiles.numel())
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_lists_name_the_tiles_that_see_something_in_order(shape: tuple[int, ...]) -> None:
+    made = block_mask(random_mask(*shape))
+    for tiles, counts, lists in (
+        (made.tiles, made.row_counts, made.row_tiles),
+        (made.tiles.transpose(2, 3), made.column_counts, made.column_tiles),
+    ):
+        for states, count, listed in zip(tiles.flatten(0, 2), counts.flatten(), lists.flatten(0, 2)):
+            assert listed[:count].tolist() == [i for i, state in enumerate(states.tolist()) if state != -2]
+            assert sorted(listed.tolist()) == list(range(len(states)))
+
+
+def test_a_function_is_called_for_every_query_and_key() -> None:
+    document = torch.arange(300) // 110
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (document[i] == document[j]) & (j <= i + h) | (b == 1)
+
+    made = block_mask(visible, B=2, H=3, N=300, M=300)
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    for b in range(2):
+        for h in range(3):
+            expected = (document[i] == document[j]) & (j <= i + h) | torch.tensor(b == 1)
+            assert torch.equal(made.dense()[b, h], expected)
+    assert torch.equal(block_mask(lambda b, h, i, j: True, N=130, M=7).dense(), torch.ones(1, 1, 130, 7).bool())
+
+
+def test_masks_of_flex_attention_are_taken() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    made = flex.create_block_mask(lambda b, h, i, j: (j <= i) & (j > i - 200), 2, 1, 512, 384, device="cpu")
+    i, j = torch.arange(512)[:, None], torch.arange(384)
+    assert torch.equal(block_mask(made).dense(), ((j <= i) & (j > i - 200)).expand(2, 1, 512, 384))
+    counts, listed = (
+        torch.tensor([[[1, 1]]], dtype=torch.int32),
+        torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32),
+    )
+    blocks = flex.BlockMask.from_kv_blocks(
+        counts, listed, BLOCK_SIZE=128, seq_lengths=(256, 256)
+    )  # without a function
+    assert torch.equal(block_mask(blocks).dense()[0, 0], (i[:256] // 128) != (j[:256] // 128))
+
+
+def test_a_picture_shows_tiles() -> None:
+    made = block_mask(lambda b, h, i, j: j <= i, N=384, M=384)
+    assert repr(made).splitlines()[1:] == ["▒··", "█▒·", "██▒"]
+    assert "3 see all, 3 some" in repr(made)
+    assert len(repr(block_mask(lambda b, h, i, j: j <= i, N=9000, M=9000)).splitlines()) <= 33
+    assert made.to("meta").device.type == "meta"
+    assert "meta" in repr(made.to("meta"))
+
+
+def draw(dtype: torch.dtype = torch.float64, tokens: int = 300, keys: int = 333) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, tokens, 4, 16), (2, keys, 2, 16), (2, keys, 2, 24))
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def by_hand(
+    q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, alibi: Any = None, causal: bool = False
+) -> Any:
+    """Attention in a few lines, of all that the options mean."""
+    tokens, keys = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    distance = torch.arange(keys) - torch.arange(tokens)[:, None] - (keys - tokens)
+    logits = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
+    if alibi is not None:
+        logits = logits + alibi.to(q.dtype).reshape(-1, alibi.shape[-1], 1, 1) * distance
+    if bias is not None:
+        logits = logits + bias.to(q.dtype)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    if causal:
+        logits = logits.masked_fill(distance > 0, -torch.inf)
+    lse = logits.logsumexp(-1)
+    weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return torch.einsum("bhnm,bmhe->bnhe", weights, v), lse
+
+
+MASK = random_mask(2, 4, 300, 333)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tensor": {"mask": MASK},
+    "mask for all": {"mask": MASK[:1, :1]},
+    "mask by tiles": {"mask": MASK[:, :1], "tiles": True},
+    "expanded": {"mask": MASK[:1, :1].expand(2, 4, -1, -1), "causal": True},
+    "bias": {"bias": torch.randn(2, 4, 300, 333), "causal": True},
+    "bias of keys": {"bias": torch.randn(1, 1, 1, 333).masked_fill(torch.arange(333) % 3 == 0, -torch.inf)},
+    "bias of heads": {"bias": torch.randn(4, 333, 300).transpose(1, 2)[None], "mask": MASK},
+    "slopes": {"alibi": torch.tensor([0.5, 0.25, 0.0, 2.0]), "causal": True},
+    "all": {"alibi": torch.rand(2, 4), "mask": MASK, "bias": torch.randn(2, 1, 1, 1).expand(2, 1, 300, 333)},
+}
+
+
+def call(options: dict[str, Any], *tensors: torch.Tensor, **more: Any) -> Any:
+    """Attention with options of `OPTIONS`."""
+    options = {**options, **more}
+    if options.pop("tiles", False):
+        options["mask"] = block_mask(options["mask"])
+    return flash_attention(*tensors, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_options_mean_what_they_say(options: dict[str, Any], backend: Any) -> None:
+    tensors = [x.requires_grad_() for x in draw()]
+    bias = options.get("bias")
+    if bias is not None:
+        bias = bias.detach().double().requires_grad_()
+    options = {**options, **({} if bias is None else {"bias": bias})}
+    wanted = [*tensors, *([] if bias is None else [bias])]
+    rest = {name: value for name, value in options.items() if name != "tiles"}
+    results = []
+    for out, lse in (call(options, *tensors, backend=backend), by_hand(*tensors, **rest)):
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + finite.cos().sum(), wanted)))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected.nan_to_num(0.0) if found is not results[0][1] else expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_rows_that_see_nothing_are_zero(backend: Any) -> None:
+    q, k, v = draw(torch.float32)
+    mask = torch.zeros(1, 1, 300, 333, dtype=torch.bool)
+    out, lse = flash_attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+def test_what_a_mask_hides_from_all_reaches_nothing() -> None:
+    q, k, v = draw(torch.float32)
+    mask = MASK.clone()
+    mask[..., 100:120] = False
+    expected = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+    poisoned = [q.clone(), k.clone(), v.clone()]
+    poisoned[0][:, -1], poisoned[1][:, 100:110], poisoned[2][:, 105:120] = torch.nan, torch.inf, torch.nan
+    results = []
+    for tensors in (expected, [x.requires_grad_() for x in poisoned]):
+        out, lse = flash_attention(*tensors, mask=mask, return_lse=True, backend="torch")
+        results.append((out, lse, *torch.autograd.grad(out.sum(), tensors)))
+    for found, there in zip(*results):
+        torch.testing.assert_close(found, there)
+
+
+Q = torch.randn(1, 8, 2, 16)
+WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"mask": torch.ones(1, 1, 8, 9).bool()}, warploom.ShapeError, "mask must be"),
+    ({"mask": torch.ones(8, 8).bool()}, warploom.ShapeError, "Hq or 1"),
+    ({"mask": torch.ones(1, 1, 8, 8)}, warploom.DtypeError, "boolean"),
+    ({"mask": torch.ones(1, 1, 8, 8, device="meta").bool()}, warploom.DeviceError, "device of q"),
+    ({"mask": lambda b, h, i, j: i >= j}, warploom.DtypeError, "block_mask"),
+    ({"mask": block_mask(lambda b, h, i, j: i >= j, N=9, M=8)}, warploom.ShapeError, "(1, 2, 8, 8)"),
+    ({"bias": torch.ones(1, 3, 8, 8)}, warploom.ShapeError, "bias must be"),
+    ({"bias": torch.ones(1, 1, 8, 8).bool()}, warploom.DtypeError, "bias"),
+    ({"alibi": torch.ones(3)}, warploom.ShapeError, "alibi"),
+    ({"alibi": torch.ones(2, requires_grad=True)}, warploom.ArgumentError, "slopes do not have"),
+    ({"bias": torch.ones(1, 1, 1, 8), "out": torch.empty(1, 8, 2, 16)}, warploom.ArgumentError, "with out"),
+    (
+        {
+            "bias": torch.ones(1, 1, 1, 8, requires_grad=True),
+            "block_table": torch.zeros(1, 1, dtype=torch.int32),
+            "seqused_k": torch.ones(1, dtype=torch.int32),
+        },
+        warploom.ArgumentError,
+        "None with block_table",
+    ),
+)
+
+
+@pytest.mark.parametrize(("options", "error", "text"), WRONG, ids=range(len(WRONG)))
+def test_wrong_options_raise(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
+        flash_attention(Q, Q, Q, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"mask": lambda b, h, i, j: i - j, "N": 4, "M": 4}, warploom.DtypeError, "returns booleans"),
+        ({"mask": lambda b, h, i, j: 1.0, "N": 4, "M": 4}, warploom.DtypeError, "boolean tensor"),
+        ({"mask": lambda b, h, i, j: (i >= j)[None], "N": 4, "M": 4}, warploom.ShapeError, "no axes"),
+        ({"mask": lambda b, h, i, j: i >= j, "N": 4}, warploom.ArgumentError, "M must be given"),
+        ({"mask": 3, "N": 4, "M": 4}, warploom.DtypeError, "function"),
+        ({"mask": torch.ones(1, 1, 4, 4)}, warploom.DtypeError, "boolean"),
+        ({"mask": torch.ones(4, 4).bool()}, warploom.ShapeError, "each at least 1"),
+        ({"mask": torch.ones(1, 1, 4, 4).bool(), "N": 5}, warploom.ShapeError, "that of the mask"),
+        ({"mask": torch.ones(1, 1, 4, 4).bool(), "block": (64, 64)}, warploom.ArgumentError, "128"),
+        ({"mask": lambda b, h, i, j: i >= j, "N": 0, "M": 4}, warploom.ArgumentError, "at least 1"),
+        ({"mask": lambda b, h, i, j: i >= j, "N": 4.0, "M": 4}, warploom.DtypeError, "an int"),
+    ],
+)
+def test_wrong_masks_raise(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        block_mask(**arguments)
+
+
+def test_a_mask_is_pickled_and_moved() -> None:
+    import pickle
+
+    made = block_mask(MASK)
+    again = pickle.loads(pickle.dumps(made))
+    assert isinstance(again.to("cpu"), BlockMask)
+    assert torch.equal(again.dense(), MASK)
