@@ -25,6 +25,7 @@ examples:
   warploom profile lrpe-rotate --mode fwd --case n=4096 --case activation=none --kind ncu
 """
 MOST_ROWS = 10
+WRITTEN = {"chrome": "timelines, for ui.perfetto.dev:", "memory": "allocations, for pytorch.org/memory_viz:"}
 
 
 def add_parser(commands: Commands) -> None:
@@ -78,6 +79,8 @@ def _profile(options: argparse.Namespace) -> int:
         tables = [table for trace in timelines for table in _tables(trace, device.type)]
     if tables:
         print(render_text(tables, width()))
+    if written and options.kind in WRITTEN:
+        print(WRITTEN[options.kind])
     for path in written:
         print(path)
     return int(not written)

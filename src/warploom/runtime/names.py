@@ -23,6 +23,8 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("is_causal", "causal", "it aligns the last query with the last key"),
     ("attn_mask", "mask", "a boolean tensor, true where a key takes part; numbers are a `bias`"),
     ("attn_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    ("mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    ("attention_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
     ("key_padding_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
     ("dropout_p", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
     ("dropout", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
