@@ -16,7 +16,14 @@ from warploom.nn.common import check_call, check_ints, check_sizes, settle_head_
 from warploom.nn.paged_cache import PagedKVCache
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.ops.flash_attention.validation import MAX_FEATURES
-from warploom.runtime.arguments import FLOATS, bounds_of_itself, check_one_form, check_tensor, first_given
+from warploom.runtime.arguments import (
+    FLOATS,
+    bounds_of_itself,
+    check_choice,
+    check_one_form,
+    check_tensor,
+    first_given,
+)
 from warploom.runtime.backend import use_triton
 from warploom.runtime.names import name_arguments
 
@@ -109,9 +116,7 @@ class Attention(nn.Module):
         if kv_heads < 1 or heads % kv_heads:
             raise fault(ArgumentError, "Attention", "kv_heads", f"a divisor of heads = {heads}", kv_heads)
         _check_position(position, kv_heads, head_dim, causal)
-        if implementation not in get_args(Implementation):
-            expected = f"one of {', '.join(get_args(Implementation))}"
-            raise fault(ArgumentError, "Attention", "implementation", expected, repr(implementation))
+        check_choice("Attention", "implementation", implementation, get_args(Implementation))
         self.options = {name: x for name, x in (("window", window), ("softcap", softcap)) if x is not None}
         if implementation != "flash" and (self.options or sink):
             expected = "'flash' with a window, a softcap or a sink"

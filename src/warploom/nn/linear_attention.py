@@ -15,6 +15,7 @@ from warploom.nn.cache import StateCache
 from warploom.nn.common import check_call, check_ints, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import LRPE
 from warploom.ops.linear_attention.validation import Activation, Encoding
+from warploom.runtime.arguments import check_choice
 from warploom.runtime.backend import Backend
 from warploom.runtime.names import name_arguments
 
@@ -98,9 +99,7 @@ class LinearAttention(nn.Module):
         check_ints("LinearAttention", layer=layer)
         if not 0 <= layer < layers:
             raise fault(ArgumentError, "LinearAttention", "layer", f"0 … {layers - 1}", layer)
-        if position not in get_args(Encoding):
-            expected = f"one of {', '.join(get_args(Encoding))}"
-            raise fault(ArgumentError, "LinearAttention", "position", expected, repr(position))
+        check_choice("LinearAttention", "position", position, get_args(Encoding))
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
         self.layer, self.layers = layer, layers
         self.activation, self.backend = activation, backend

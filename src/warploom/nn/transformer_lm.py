@@ -29,7 +29,7 @@ from warploom.nn.paged_cache import PagedKVCache, PageTable
 from warploom.nn.positions import LRPE, RotaryEmbedding
 from warploom.nn.tensor_product_attention import TensorProductAttention
 from warploom.ops.linear_attention.validation import Encoding
-from warploom.runtime.arguments import as_python, check_number, check_tensor, is_int
+from warploom.runtime.arguments import as_python, check_choice, check_number, check_tensor, is_int
 from warploom.runtime.names import name_arguments
 from warploom.runtime.values import check_tokens
 
@@ -111,8 +111,7 @@ class TransformerConfig:
         Raises:
             ArgumentError: There is no such size, or a change is not valid.
         """
-        if name not in SIZES:
-            raise fault(ArgumentError, "TransformerConfig.size", "name", f"one of {', '.join(SIZES)}", repr(name))
+        check_choice("TransformerConfig.size", "name", name, tuple(SIZES))
         return cls(**{**SIZES[name], **changes})
 
     def __post_init__(self) -> None:
@@ -131,12 +130,9 @@ class TransformerConfig:
         if not kinds or self.layers % len(kinds):
             expected = f"one name, or several whose number divides layers = {self.layers}"
             raise fault(ArgumentError, "TransformerConfig", "attention", expected, repr(self.attention))
-        names, encodings = get_args(AttentionName), get_args(Encoding)
-        for field, value, options in (
-            ("position", self.position, encodings), *(("attention", kind, names) for kind in kinds),
-        ):  # fmt: skip
-            if value not in options:
-                raise fault(ArgumentError, "TransformerConfig", field, f"one of {', '.join(options)}", repr(value))
+        check_choice("TransformerConfig", "position", self.position, get_args(Encoding))
+        for kind in kinds:
+            check_choice("TransformerConfig", "attention", kind, get_args(AttentionName))
         if self.d_model % self.heads:
             raise fault(
                 ArgumentError, "TransformerConfig", "heads", f"a divisor of d_model = {self.d_model}", self.heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,52 @@ def check_cu_seqlens(function: str, argument: str, bounds: object, name: str, fi
     if tensor.dim() != 1 or tensor.shape[0] < 2:
         raise fault(ShapeError, function, argument, "(S + 1,) with S ≥ 1", shape_of(tensor))
     check_device(function, argument, tensor, name, first)
+
+
+def check_flags(function: str, **flags: object) -> None:
+    """Raise a DtypeError unless all are bools."""
+    for argument, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise fault(DtypeError, function, argument, "a bool", repr(flag))
+
+
+def check_choice(function: str, argument: str, value: object, known: Sequence[str]) -> None:
+    """Raise an ArgumentError unless a value is a known one."""
+    if value not in known:
+        raise fault(ArgumentError, function, argument, f"one of {', '.join(known)}", repr(value))
+
+
+def check_theta(function: str, theta: object | None, encoding: str, q: torch.Tensor, heads: str = "H") -> None:
+    """Check the frequencies of linear attention: none, for pairs of features to rotate, or for features.
+
+    ``heads`` is the letter of the number of heads of ``q``.
+    """
+    if encoding == "none":
+        if theta is not None:
+            raise fault(ArgumentError, function, "theta", 'left out when encoding="none"', "both")
+        return
+    if theta is None:
+        raise fault(ArgumentError, function, "theta", f'given when encoding="{encoding}"', None)
+    tensor = check_tensor(function, "theta", theta, FLOATS)
+    count, features = q.shape[2:]
+    if encoding == "rotate":
+        if features % 2:
+            raise fault(ShapeError, function, "q", "of an even number of features D", shape_of(q))
+        features //= 2
+    rows = tensor.shape[0] if tensor.dim() == 2 else 1
+    if tensor.dim() not in (1, 2) or 1 != rows != count or not 1 <= tensor.shape[-1] <= features:
+        expected = f"({heads}, F), (1, F) or (F,) with {heads} = {count} and 1 ≤ F ≤ {features}"
+        raise fault(ShapeError, function, "theta", expected, shape_of(tensor))
+    check_device(function, "theta", tensor, "q", q)
+
+
+def check_state(function: str, state: object | None, axes: str, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    """Check the first state of linear attention, if it is given."""
+    if state is not None:
+        tensor = check_tensor(function, "initial_state", state, FLOATS)
+        if tuple(tensor.shape) != shape:
+            raise fault(ShapeError, function, "initial_state", f"{axes} = {shape}", shape_of(tensor))
+        check_device(function, "initial_state", tensor, "q", q)
 
 
 def check_offset(function: str, offset: Any, offsets: object | None, name: str, first: torch.Tensor) -> None:

@@ -281,7 +281,9 @@ class _OperatorFunction(torch.autograd.Function):
         if gradient is None:
             return
         tensors = operator.inputs_type(*inputs[2:])
-        saved, ctx.extra_options = gradient.save(tensors, call.options, output, ctx.needs_input_grad[2:])
+        saved, ctx.extra_options = tensors, ()
+        if gradient.save is not None:
+            saved, ctx.extra_options = gradient.save(tensors, call.options, output, ctx.needs_input_grad[2:])
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[r for r in output[operator.num_differentiable :] if r is not None])
         ctx.set_materialize_grads(False)
@@ -344,9 +346,6 @@ class Gradient(NamedTuple):
     """Schema of the tensors that the forward saves."""
     num_gradients: int
     """The number of gradients that the backward returns, for the first of the operator's tensors."""
-    save: Callable[[Any, Any, Tensors, Sequence[bool]], tuple[Tensors, Options]]
-    """Returns the tensors to save and the backward's extra options, given the tensors, the options, the results,
-    and which tensors need a gradient."""
     run: Callable[..., Sequence[Tensor | None]]
     """Computes the gradients, given incoming gradients, saved tensors, number, options, extra options, which
     gradients are wanted, and plans. A gradient that is not wanted may be None or any tensor."""
@@ -354,6 +353,9 @@ class Gradient(NamedTuple):
     """Allocates the gradients without computing them, given the arguments of ``run`` but number and plans."""
     extra_options: str = ""
     """Schema of the options that only the backward has."""
+    save: Callable[[Any, Any, Tensors, Sequence[bool]], tuple[Tensors, Options]] | None = None
+    """Returns the tensors to save and the backward's extra options, given the tensors, the options, the results,
+    and which tensors need a gradient. Without it, all tensors are saved."""
     flops: Callable[[Tensors, Tensors, Any], int] | None = None
     """Counts the operations of the backward's matrix products, given incoming gradients, saved tensors and
     options."""

@@ -13,6 +13,7 @@ from warploom.runtime.arguments import (
     FLOATS,
     check_cu_seqlens,
     check_device,
+    check_flags,
     check_tensor,
     is_within,
 )
@@ -38,8 +39,7 @@ def check(name: str, inputs: AppendInputs, options: tuple[Any, ...], _: int) -> 
     """
     k, v, q, theta = inputs.k, inputs.v, inputs.q, inputs.theta
     (interleaved,) = options
-    if not isinstance(interleaved, bool):
-        raise fault(DtypeError, name, "interleaved", "a bool", repr(interleaved))
+    check_flags(name, interleaved=interleaved)
     _check_floats(name, inputs)
     _check_new(name, k, v, q, theta)
     _check_sequences(name, k, inputs.cu_seqlens, inputs.seqused_k)

@@ -34,13 +34,6 @@ def _fake(inputs: DeltaInputs, options: DeltaOptions) -> Tensors:
     return out, q.new_empty((sequences, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
 
 
-def _save(
-    inputs: DeltaInputs, options: DeltaOptions, results: Tensors, wanted: Sequence[bool]
-) -> tuple[Tensors, tuple[Any, ...]]:
-    """Returns the inputs: what chunks hold is made again, which takes less memory than keeping it."""
-    return inputs, ()
-
-
 def _backward(
     grads: Tensors, saved: Tensors, offset: int, options: DeltaOptions, extra: tuple[Any, ...],
     wanted: Sequence[bool], plans: Plans,
@@ -92,9 +85,8 @@ OPERATOR = CustomOperator(
     flops=_flops,
     gradient=Gradient(
         grad_outputs="Tensor? grad, Tensor? grad_state",
-        saved=_TENSORS,
+        saved=_TENSORS,  # all: what chunks hold is made again, which takes less memory than keeping it
         num_gradients=7,
-        save=_save,
         run=_backward,
         fake=_backward_fake,
         flops=_backward_flops,

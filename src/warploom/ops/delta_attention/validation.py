@@ -7,17 +7,21 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
+from warploom.errors import ArgumentError, ShapeError, fault, shape_of
 from warploom.ops.delta_attention.call import DeltaInputs, DeltaOptions
 from warploom.runtime.arguments import (
     FLOATS,
     LARGEST,
     check_alike,
+    check_choice,
     check_cu_seqlens,
     check_device,
+    check_flags,
     check_number,
     check_offset,
+    check_state,
     check_tensor,
+    check_theta,
     is_within,
 )
 from warploom.runtime.dispatch import ValidatedCall
@@ -48,14 +52,11 @@ def check(name: str, inputs: DeltaInputs, options: tuple[Any, ...], offset: Any)
     q, k, v, beta, decay, theta, initial_state, offsets, cu_seqlens = inputs
     encoding, interleaved, normalize, scale, return_state = options
     _check_rows(q, k, v)
-    for argument, flag in (("interleaved", interleaved), ("normalize", normalize), ("return_state", return_state)):
-        if not isinstance(flag, bool):
-            raise fault(DtypeError, NAME, argument, "a bool", repr(flag))
-    if encoding not in get_args(Encoding):
-        raise fault(ArgumentError, NAME, "encoding", f"one of {', '.join(get_args(Encoding))}", repr(encoding))
+    check_flags(NAME, interleaved=interleaved, normalize=normalize, return_state=return_state)
+    check_choice(NAME, "encoding", encoding, get_args(Encoding))
     if interleaved and encoding != "rotate":
         raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
-    _check_theta(q, theta, encoding)
+    check_theta(NAME, theta, encoding, q, "Hk")
     check_offset(NAME, offset, offsets, "q", q)
     if cu_seqlens is not None:
         check_cu_seqlens(NAME, "cu_seqlens", cu_seqlens, "q", q)
@@ -63,7 +64,8 @@ def check(name: str, inputs: DeltaInputs, options: tuple[Any, ...], offset: Any)
             raise fault(ShapeError, NAME, "q", "of batch size 1 when cu_seqlens is given", shape_of(q))
     _check_gates(q, v, beta, decay)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_state(q, initial_state, (sequences, v.shape[2], q.shape[3], v.shape[3]))
+    shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
+    check_state(NAME, initial_state, "(S, H, D, E)", shape, q)
     if initial_state is None:  # whose heads are those of values
         warn_of_heads_first(name, q, k, v)
     reason = _beyond_kernels(q, v, scale)
@@ -110,24 +112,6 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
 
 
-def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
-    if encoding == "none":
-        if theta is not None:
-            raise fault(ArgumentError, NAME, "theta", 'left out when encoding="none"', "both")
-        return
-    if theta is None:
-        raise fault(ArgumentError, NAME, "theta", f'given when encoding="{encoding}"', None)
-    check_tensor(NAME, "theta", theta, FLOATS)
-    heads, features = q.shape[2], q.shape[3]
-    if features % 2:
-        raise fault(ShapeError, NAME, "q", "of an even number of features D", shape_of(q))
-    rows, most = theta.shape[0] if theta.dim() == 2 else 1, features // 2
-    if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= most:
-        expected = f"(Hk, F), (1, F) or (F,) with Hk = {heads} and 1 ≤ F ≤ {most}"
-        raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
-    check_device(NAME, "theta", theta, "q", q)
-
-
 def _check_gates(q: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> None:
     batch, tokens, heads, _ = v.shape
     check_tensor(NAME, "beta", beta, FLOATS)
@@ -142,12 +126,3 @@ def _check_gates(q: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None) -> No
         expected = f"(B, N, H) or (B, N, H, D) with B = {batch}, N = {tokens}, H = {heads}, D = {q.shape[3]}"
         raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
     check_device(NAME, "decay", decay, "q", q)
-
-
-def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
-    if state is None:
-        return
-    check_tensor(NAME, "initial_state", state, FLOATS)
-    if tuple(state.shape) != shape:
-        raise fault(ShapeError, NAME, "initial_state", f"(S, H, D, E) = {shape}", shape_of(state))
-    check_device(NAME, "initial_state", state, "q", q)

@@ -23,8 +23,10 @@ from warploom.runtime.arguments import (
     FLOATS,
     LARGEST,
     check_alike,
+    check_choice,
     check_cu_seqlens,
     check_device,
+    check_flags,
     check_number,
     check_tensor,
     first_given,
@@ -152,9 +154,7 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
         entries = cu_seqlens_q.shape[0] - 1
     _check_tensors(q, k, v, block_table is not None, entries)
     left, right = _checked_window(window)
-    for argument, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise fault(DtypeError, name, argument, "a bool", repr(flag))
+    check_flags(name, causal=causal, return_lse=return_lse)
     if causal and right:
         expected = f"of no later keys, ({left}, 0) or ({left}, None), where causal hides them"
         raise fault(ArgumentError, name, "window", expected, format_value(tuple(window)))
@@ -186,8 +186,7 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
     if precision is not None and precision not in PRECISIONS:
         expected = f"None or one of {', '.join(PRECISIONS)}"
         raise fault(ArgumentError, name, "float32_precision", expected, repr(precision))
-    if bits not in BITS:
-        raise fault(ArgumentError, name, "bits", f"one of {', '.join(BITS)}", repr(bits))
+    check_choice(name, "bits", bits, BITS)
     if bits == "chunks" and not on_cache:
         expected = "'batch', where queries are not packed on a cache (cu_seqlens_q and seqused_k)"
         raise fault(ArgumentError, name, "bits", expected, "'chunks'")

@@ -35,13 +35,6 @@ def _fake(inputs: LinearInputs, options: LinearOptions) -> Tensors:
     return out, q.new_empty((sequences, q.shape[2], features, v.shape[3]), dtype=torch.float32)
 
 
-def _save(
-    inputs: LinearInputs, options: LinearOptions, results: Tensors, wanted: Sequence[bool]
-) -> tuple[Tensors, tuple[Any, ...]]:
-    """Returns the inputs: states of chunks are made again, which takes less memory than keeping them."""
-    return inputs, ()
-
-
 def _backward(
     grads: Tensors, saved: Tensors, offset: int, options: LinearOptions, extra: tuple[Any, ...],
     wanted: Sequence[bool], plans: Plans,
@@ -94,9 +87,8 @@ OPERATOR = CustomOperator(
     flops=_flops,
     gradient=Gradient(
         grad_outputs="Tensor? grad, Tensor? grad_state",
-        saved=_TENSORS,
+        saved=_TENSORS,  # all: states of chunks are made again, which takes less memory than keeping them
         num_gradients=6,
-        save=_save,
         run=_backward,
         fake=_backward_fake,
         flops=_backward_flops,

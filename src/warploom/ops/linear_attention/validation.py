@@ -7,17 +7,21 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
+from warploom.errors import ArgumentError, ShapeError, fault, shape_of
 from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.runtime.arguments import (
     FLOATS,
     LARGEST,
     check_alike,
+    check_choice,
     check_cu_seqlens,
     check_device,
+    check_flags,
     check_number,
     check_offset,
+    check_state,
     check_tensor,
+    check_theta,
     is_within,
 )
 from warploom.runtime.dispatch import ValidatedCall
@@ -49,15 +53,12 @@ def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
     encoding, activation, interleaved, causal, scale, return_state = options
     _check_qkv(q, k, v)
-    for argument, flag in (("interleaved", interleaved), ("causal", causal), ("return_state", return_state)):
-        if not isinstance(flag, bool):
-            raise fault(DtypeError, NAME, argument, "a bool", repr(flag))
-    for argument, value, known in (("encoding", encoding, Encoding), ("activation", activation, Activation)):
-        if value not in get_args(known):
-            raise fault(ArgumentError, NAME, argument, f"one of {', '.join(get_args(known))}", repr(value))
+    check_flags(NAME, interleaved=interleaved, causal=causal, return_state=return_state)
+    check_choice(NAME, "encoding", encoding, get_args(Encoding))
+    check_choice(NAME, "activation", activation, get_args(Activation))
     if interleaved and encoding != "rotate":
         raise fault(ArgumentError, NAME, "interleaved", 'left out unless encoding="rotate"', encoding)
-    _check_theta(q, theta, encoding)
+    check_theta(NAME, theta, encoding, q)
     check_offset(NAME, offset, offsets, "q", q)
     if cu_seqlens is not None:
         check_cu_seqlens(NAME, "cu_seqlens", cu_seqlens, "q", q)
@@ -66,7 +67,8 @@ def check(name: str, inputs: LinearInputs, options: tuple[Any, ...], offset: Any
     _check_decay(q, decay)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     features = q.shape[-1] * (2 if encoding == "cosine" else 1)
-    _check_state(q, initial_state, (sequences, q.shape[2], features, v.shape[-1]))
+    shape = (sequences, q.shape[2], features, v.shape[-1])
+    check_state(NAME, initial_state, "(S, H, F, E)", shape, q)
     if not causal:
         given = {
             "decay": decay is not None,
@@ -123,26 +125,6 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
 
 
-def _check_theta(q: Tensor, theta: Tensor | None, encoding: str) -> None:
-    if encoding == "none":
-        if theta is not None:
-            raise fault(ArgumentError, NAME, "theta", 'left out when encoding="none"', "both")
-        return
-    if theta is None:
-        raise fault(ArgumentError, NAME, "theta", f'given when encoding="{encoding}"', None)
-    check_tensor(NAME, "theta", theta, FLOATS)
-    heads, features = q.shape[2], q.shape[3]
-    if encoding == "rotate":
-        if features % 2:
-            raise fault(ShapeError, NAME, "q", "of an even number of features D", shape_of(q))
-        features //= 2
-    rows = theta.shape[0] if theta.dim() == 2 else 1
-    if theta.dim() not in (1, 2) or 1 != rows != heads or not 1 <= theta.shape[-1] <= features:
-        expected = f"(H, F), (1, F) or (F,) with H = {heads} and 1 ≤ F ≤ {features}"
-        raise fault(ShapeError, NAME, "theta", expected, shape_of(theta))
-    check_device(NAME, "theta", theta, "q", q)
-
-
 def _check_decay(q: Tensor, decay: Tensor | None) -> None:
     if decay is None:
         return
@@ -152,13 +134,3 @@ def _check_decay(q: Tensor, decay: Tensor | None) -> None:
         expected = f"(H,) or (B, N, H) with B = {batch}, N = {tokens}, H = {heads}"
         raise fault(ShapeError, NAME, "decay", expected, shape_of(decay))
     check_device(NAME, "decay", decay, "q", q)
-
-
-def _check_state(q: Tensor, state: Tensor | None, shape: tuple[int, ...]) -> None:
-    if state is None:
-        return
-    check_tensor(NAME, "initial_state", state, FLOATS)
-    if tuple(state.shape) != shape:
-        expected = f"(S, H, F, E) = {shape}"
-        raise fault(ShapeError, NAME, "initial_state", expected, shape_of(state))
-    check_device(NAME, "initial_state", state, "q", q)

@@ -7,11 +7,11 @@ from typing import Any, Never
 
 import torch
 
-from warploom.errors import DtypeError, fault
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR
 from warploom.ops.lrpe.validation import Activation, check, check_values
+from warploom.runtime.arguments import check_flags
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
 from warploom.runtime.memory_order import reorder_like
@@ -161,8 +161,7 @@ def lrpe_rotate(
     """
     if _others or _unknown:
         refuse_unknown(lrpe_rotate, _others, _unknown)
-    if not isinstance(interleaved, bool):
-        raise fault(DtypeError, "lrpe_rotate", "interleaved", "a bool", repr(interleaved))
+    check_flags("lrpe_rotate", interleaved=interleaved)
     kind = "interleaved" if interleaved else "rotate"
     return _run(_rotate, kind, x, theta, grid, prefix, offset, position_ids, cu_seqlens, activation, backend)
 

@@ -14,6 +14,7 @@ from warploom.runtime.arguments import (
     FLOATS,
     INTEGERS,
     LARGEST,
+    check_choice,
     check_cu_seqlens,
     check_device,
     check_offset,
@@ -56,8 +57,7 @@ def check(name: str, inputs: LrpeInputs, options: tuple[Any, ...], offset: Any) 
     _check_x_theta(name, x, theta)
     if kind != "cosine" and x.shape[-1] % 2:
         raise fault(ShapeError, name, "x", "of an even number of features D", shape_of(x))
-    if activation not in ACTIVATIONS:
-        raise fault(ArgumentError, name, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
+    check_choice(name, "activation", activation, ACTIVATIONS)
     tokens = x.shape[1]
     if not is_int(prefix):
         raise fault(DtypeError, name, "prefix", "an int", repr(prefix))

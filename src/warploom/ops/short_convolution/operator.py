@@ -31,13 +31,6 @@ def _fake(inputs: ConvolutionInputs, options: ConvolutionOptions) -> Tensors:
     return out, inputs.x.new_empty((sequences, inputs.x.shape[2], inputs.weight.shape[1] - 1))
 
 
-def _save(
-    inputs: ConvolutionInputs, options: ConvolutionOptions, results: Tensors, wanted: Sequence[bool]
-) -> tuple[Tensors, tuple[Any, ...]]:
-    """Returns the inputs: what comes before the activation is computed again."""
-    return inputs, ()
-
-
 def _backward(
     grads: Tensors, saved: Tensors, _: int, options: ConvolutionOptions, extra: tuple[Any, ...],
     wanted: Sequence[bool], plans: Plans,
@@ -70,9 +63,8 @@ OPERATOR = CustomOperator(
     fake=_fake,
     gradient=Gradient(
         grad_outputs="Tensor? grad, Tensor? grad_state",
-        saved=_TENSORS,
+        saved=_TENSORS,  # all: what comes before the activation is computed again
         num_gradients=4,
-        save=_save,
         run=_backward,
         fake=_backward_fake,
     ),

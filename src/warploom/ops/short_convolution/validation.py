@@ -7,9 +7,17 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from warploom.errors import ArgumentError, DtypeError, ShapeError, fault, shape_of
+from warploom.errors import ShapeError, fault, shape_of
 from warploom.ops.short_convolution.call import ConvolutionInputs, ConvolutionOptions
-from warploom.runtime.arguments import FLOATS, check_cu_seqlens, check_device, check_tensor, is_within
+from warploom.runtime.arguments import (
+    FLOATS,
+    check_choice,
+    check_cu_seqlens,
+    check_device,
+    check_flags,
+    check_tensor,
+    is_within,
+)
 from warploom.runtime.dispatch import ValidatedCall
 from warploom.runtime.values import check_bounds
 
@@ -44,11 +52,8 @@ def check(name: str, inputs: ConvolutionInputs, options: tuple[Any, ...], _: int
         _check_one(name, "bias", bias, x)
         if bias.shape != (channels,):
             raise fault(ShapeError, name, "bias", f"(C,) with C = {channels}", shape_of(bias))
-    if activation not in get_args(Activation):
-        expected = f"one of {', '.join(get_args(Activation))}"
-        raise fault(ArgumentError, name, "activation", expected, repr(activation))
-    if not isinstance(return_state, bool):
-        raise fault(DtypeError, name, "return_state", "a bool", repr(return_state))
+    check_choice(name, "activation", activation, get_args(Activation))
+    check_flags(name, return_state=return_state)
     if cu_seqlens is not None:
         check_cu_seqlens(name, "cu_seqlens", cu_seqlens, "x", x)
         if x.shape[0] != 1:

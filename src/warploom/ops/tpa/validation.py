@@ -13,8 +13,10 @@ from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInput
 from warploom.runtime.arguments import (
     COUNTS,
     FLOATS,
+    check_choice,
     check_cu_seqlens,
     check_device,
+    check_flags,
     check_number,
     check_tensor,
     is_within,
@@ -44,8 +46,7 @@ def check_attention(name: str, inputs: AttentionInputs, options: tuple[Any, ...]
     causal, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _fill_scales(name, aq, sizes, given)
-    if not isinstance(causal, bool):
-        raise fault(DtypeError, name, "causal", "a bool", repr(causal))
+    check_flags(name, causal=causal)
     if cu_seqlens is not None:
         _check_cu_seqlens(name, sizes, cu_seqlens, bq)
     return ValidatedCall(AttentionOptions(causal, *scales), _beyond_attention(sizes))
@@ -63,8 +64,7 @@ def check_decode(name: str, inputs: DecodeInputs, options: tuple[Any, ...], _: i
     strategy, *given = options
     sizes = _check_factors(name, aq, ak, av, bq, bk, bv)
     scales = _fill_scales(name, aq, sizes, given)
-    if strategy not in STRATEGIES:
-        raise fault(ArgumentError, name, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
+    check_choice(name, "strategy", strategy, STRATEGIES)
     if seqused_k is not None:
         _check_lengths(name, "seqused_k", seqused_k, bq)
         if tuple(seqused_k.shape) != (sizes.batch,):
