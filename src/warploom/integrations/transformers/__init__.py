@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 from warploom.errors import ArgumentError, BackendError, DtypeError, fault
 from warploom.integrations.transformers.attention import attention
+from warploom.integrations.transformers.delta import patch_delta, unpatch_delta
 from warploom.integrations.transformers.masks import Visible, import_masking, mask
 from warploom.integrations.transformers.paged import ENDING, paged_attention, watch_continuous_batching
-from warploom.integrations.transformers.rotary import patch_rotary, unpatch_rotary
+from warploom.integrations.transformers.rotary import has_rotary, patch_rotary, unpatch_rotary
 
 Model = TypeVar("Model")
 
-__all__ = ["Visible", "apply", "patch_rotary", "register", "unpatch_rotary"]
+__all__ = ["Visible", "apply", "patch_delta", "patch_rotary", "register", "unpatch_delta", "unpatch_rotary"]
 
 
 def register(name: str = "warploom") -> None:
@@ -86,8 +87,8 @@ def register(name: str = "warploom") -> None:
 def apply(model: Model, name: str = "warploom") -> Model:
     """Let a model of transformers attend and rotate queries and keys by warploom.
 
-    It does `register`, `patch_rotary` and ``model.set_attn_implementation(name)``. To undo it, call
-    `unpatch_rotary` and ``model.set_attn_implementation("sdpa")``.
+    It does `register`, `patch_rotary`, `patch_delta` and ``model.set_attn_implementation(name)``. To undo it, call
+    `unpatch_rotary`, `unpatch_delta` and ``model.set_attn_implementation("sdpa")``.
 
     Args:
         model: A model of transformers. Changed in place.
@@ -121,7 +122,14 @@ def apply(model: Model, name: str = "warploom") -> Model:
     if not model._can_set_attn_implementation():
         expected = "one that uses transformers' attention interface"
         raise fault(ArgumentError, "apply", "model", expected, type(model).__name__)
-    patch_rotary(model)
+    if patch_delta(model) and not has_rotary(model):  # Kimi Linear
+        model.set_attn_implementation(name)
+        return model
+    try:
+        patch_rotary(model)
+    except ArgumentError:
+        unpatch_delta(model)
+        raise
     model.set_attn_implementation(name)
     return model
 

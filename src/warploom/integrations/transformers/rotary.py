@@ -140,6 +140,11 @@ def patch_rotary(model: torch.nn.Module) -> int:
     return len(plans) + len(patched)
 
 
+def has_rotary(model: torch.nn.Module) -> bool:
+    """Returns True if a model has a rotary embedding."""
+    return any(_find_prefixes(module) for module in model.modules())
+
+
 def unpatch_rotary(model: torch.nn.Module) -> int:
     """Undo `patch_rotary`: restore a model's own rotary embeddings.
 
