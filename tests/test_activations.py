@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import exponential_float32, tanh, widen
-from warploom.device.product import rounded_to_tf32
+from warploom.device.product import round_to_tf32
 from warploom.runtime.launch import Launch
 
 Tensor = torch.Tensor
@@ -97,7 +97,7 @@ def test_widening_keeps_every_number(dtype: torch.dtype, block: int, device: tor
 @triton.jit
 def tf32_kernel(x, out, size: tl.int32, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + i, rounded_to_tf32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
+    tl.store(out + i, round_to_tf32(tl.load(x + i, mask=i < size, other=0.0)), mask=i < size)
 
 
 def test_rounding_to_tf32_is_to_nearest(device: torch.device) -> None:

@@ -198,7 +198,7 @@ def adding_kernel(x_desc, out_desc, counter, SKIPPED: gl.constexpr, WAIT: gl.con
         tma.async_add(out_desc, [0, 0], tile)
     tma.store_wait(0)
     if STORED:
-        tma.stored()
+        tma.wait_stored()
     count_added(counter)
 
 

@@ -279,7 +279,7 @@ COPIES: dict[str, Any] = {
     "matrix_in": memory.Placed,
     "tiles_in": memory.tiles_in,
     "store_wait": memory.store_wait,
-    "stored": memory.stored,
+    "wait_stored": memory.wait_stored,
 }
 
 

@@ -278,7 +278,7 @@ def store_wait(pending: int) -> None:
         thread.machine.copies.append(store.write)
 
 
-def stored() -> None:
+def wait_stored() -> None:
     """Wait until all that has been stored is in device memory."""
     store_wait(0)
     read, current().read = current().read, []

@@ -50,7 +50,7 @@ def stream_call(traffic: Traffic, device: torch.device, clock: Clock) -> Call:
     return min(zip(candidates, times), key=lambda pair: statistics.median(pair[1]))[0]
 
 
-def fixed_us(device: torch.device, clock: Clock) -> float:
+def measure_fixed_us(device: torch.device, clock: Clock) -> float:
     """Returns the microseconds of a call that moves next to nothing: every time of a run has them in it.
 
     Runs on GPUs of one kind were 1.7 apart, which is a fifth of what small cases take.

@@ -22,7 +22,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
 from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
-from warploom.bench.limits import fixed_us
+from warploom.bench.limits import measure_fixed_us
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
 from warploom.bench.records import LIMIT, RECORDS, Key, Record, append, load, save_environment
@@ -192,7 +192,7 @@ def run(
             missed = [(task.unit, [n for n in task.missing if n != LIMIT]) for task in tasks if task.missing]
             ahead = stack.enter_context(prepare(missed, None if time_limit is None else time_limit / 2))
         clock = WatchedClock(make_clock(device), make_reader(device))
-        save_environment(output, identifier, environment | {"fixed_us": fixed_us(device, clock)}, run_id)
+        save_environment(output, identifier, environment | {"fixed_us": measure_fixed_us(device, clock)}, run_id)
         stack.callback(gc.unfreeze)
         of_units: dict[int, list[Record]] = {}
         left = list(range(len(tasks)))

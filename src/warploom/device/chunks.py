@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.packed import sequence_bounds, sequence_of_tile
-from warploom.device.product import rounded
+from warploom.device.product import round_to
 
 
 class ChunkPlace(NamedTuple):
@@ -76,4 +76,4 @@ def store_plain(rows, x, mask, strides, first, FEATURES: tl.constexpr, BLOCK: tl
     """Stores what `load_plain` loads, of one tile."""
     f = first + tl.arange(0, BLOCK)
     ptrs = rows + (f if UNIT else f * strides.f)[None, :]
-    tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
+    tl.store(ptrs, round_to(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])

@@ -8,7 +8,7 @@ from warploom.device.phase import wrapping_add
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
+def round_to(x, dtype: tl.constexpr):
     """Returns a float32 tile in another dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would drop the last 16 bits
         bits = x.to(tl.int32, bitcast=True)
@@ -19,7 +19,7 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def rounded_to_tf32(x):
+def round_to_tf32(x):
     """Returns a float32 tile with the bits that TensorFloat-32 has, to nearest; matrix units would drop the others."""
     if not INTERPRETED:  # whose products keep all bits
         x = tl.inline_asm_elementwise(
@@ -33,7 +33,7 @@ def terms_of(x, COUNT: tl.constexpr):
     """Returns a float32 tile as a sum of terms in bfloat16, the largest first: three hold all its bits, two 16 of them."""
     terms = ()
     for _ in tl.static_range(COUNT):
-        term = rounded(x, tl.bfloat16)
+        term = round_to(x, tl.bfloat16)
         terms += (term,)
         x -= term.to(tl.float32)
     return terms
@@ -73,8 +73,8 @@ def product(a, b, c, PRECISION: tl.constexpr):
         c = add_outside(whole, c)
     else:
         if PRECISION == "bf16" and a.dtype == tl.float32:
-            a = rounded(a, tl.bfloat16)
-            b = rounded(b, tl.bfloat16)
+            a = round_to(a, tl.bfloat16)
+            b = round_to(b, tl.bfloat16)
         if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
             c = tl.dot(a.to(tl.float32), b.to(tl.float32), c)
         elif PRECISION == "bf16x6" and a.dtype == tl.float32:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from warploom import errors
 from warploom.distributed.layout import chunks_of, close_bounds
-from warploom.distributed.ranks import Bounds, group_named, group_of, shown
+from warploom.distributed.ranks import Bounds, format_bounds, group_named, group_of
 from warploom.errors import ArgumentError, ShapeError, WarploomError, fault
 
 Tensor = torch.Tensor
@@ -133,7 +133,7 @@ class Agreements:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 got = f"no call of a new kind on ranks {missing} for {seconds:.0f} s"
                 for rank in missing:
-                    refused = _refused_key(dist.get_global_rank(self.group, rank))
+                    refused = _name_refusal(dist.get_global_rank(self.group, rank))
                     if self.store.check([refused]):
                         got += f"; rank {rank} refused one: {self.store.get(refused).decode()}"
                 raise fault(ArgumentError, function, "a call", "the same on every rank", got)
@@ -152,7 +152,7 @@ def _store() -> Any:
     return _c10d._get_default_store()
 
 
-def _refused_key(rank: int) -> str:
+def _name_refusal(rank: int) -> str:
     """Returns where a rank writes its last error in a call whose group it did not know."""
     return f"warploom/refused/{rank}"
 
@@ -201,7 +201,7 @@ def agree(
     kind = (function, length, read, layout, *call.values())
     agreed = ranks.known(kind)
     if agreed is None:
-        words = {**call, "layout": layout, "cu_seqlens": shown(read)}
+        words = {**call, "layout": layout, "cu_seqlens": format_bounds(read)}
         text = " ".join(f"{name}={value}" for name, value in words.items())
         ranks.write(Message(length, function, text))
         lengths = _compare(function, group.rank(), ranks.read(function))
@@ -309,5 +309,5 @@ def _write_error(name: str, kind: str, function: str, text: str) -> str:
         ranks.await_others(function)
         ranks.write(Message(0, kind, text))
     elif dist.is_initialized():
-        _store().set(_refused_key(dist.get_rank()), text)
+        _store().set(_name_refusal(dist.get_rank()), text)
     return text

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 
 from warploom.distributed.balance import balance
-from warploom.distributed.ranks import Bounds, remember, shown
+from warploom.distributed.ranks import Bounds, format_bounds, remember
 from warploom.errors import ArgumentError, fault
 
 Tensor = torch.Tensor
@@ -118,5 +118,5 @@ def close_bounds(function: str, bounds: Bounds | None, length: int, *, tail: boo
     if bounds[0] != 0 or not ends or any(a > b for a, b in itertools.pairwise(bounds)):
         to = f"at most {length}" if tail else str(length)
         expected = f"the bounds of the whole, from 0 to {to}, the tokens of all ranks, none below the one before"
-        raise fault(ArgumentError, function, "cu_seqlens", expected, shown(bounds))
+        raise fault(ArgumentError, function, "cu_seqlens", expected, format_bounds(bounds))
     return bounds if bounds[-1] == length else (*bounds, length)

@@ -123,7 +123,7 @@ def bounds_of(cu_seqlens: Tensor) -> Bounds:
     return known[1]  # type: ignore[no-any-return]
 
 
-def shown(bounds: Bounds | None) -> str:
+def format_bounds(bounds: Bounds | None) -> str:
     """Returns bounds as an error shows them: the first and the last, and a checksum of all where there are many."""
     if bounds is None:
         return "None"

@@ -47,7 +47,7 @@ def _whole(function: str, length: int, cu_seqlens: Tensor | None) -> Bounds:
     return close_bounds(function, None if cu_seqlens is None else bounds_of(cu_seqlens), length, tail=True)
 
 
-def _checked_dim(function: str, x: object, dim: int) -> int:
+def _check_dim(function: str, x: object, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise fault(DtypeError, function, "x", "a tensor", type(x).__name__)
     dim = as_python(dim)
@@ -94,7 +94,7 @@ def shard_sequence(
     name = "shard_sequence"
     group = group_of(name, mesh)
     check_layout(name, layout)
-    dim = _checked_dim(name, x, dim)
+    dim = _check_dim(name, x, dim)
     check_device(name, mesh, "x", x)
     bounds = _whole(name, x.shape[dim], cu_seqlens)
     remember_whole(group, bounds, layout)
@@ -141,7 +141,7 @@ def unshard_sequence(
     try:
         group = group_of(name, mesh)
         check_layout(name, layout)
-        dim = _checked_dim(name, x, dim)
+        dim = _check_dim(name, x, dim)
         check_device(name, mesh, "x", x)
         if cu_seqlens is not None:
             check_packed(name, cu_seqlens)

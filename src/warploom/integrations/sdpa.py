@@ -74,8 +74,8 @@ class _Active:
         overrides = {
             _DENSE: _dense,
             _DENSE_BACKWARD: _dense_backward,
-            _PACKED: _packed,
-            _PACKED_BACKWARD: _packed_backward,
+            _PACKED: _attend_packed,
+            _PACKED_BACKWARD: _attend_packed_backward,
         }
         # Look them up before they are overridden. A PyTorch without CUDA has none.
         found = {name: _kernel_of(name) for name in overrides}
@@ -188,7 +188,7 @@ def _dense_backward(
     return tuple(t.transpose(1, 2) for t in found)
 
 
-def _packed(
+def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
@@ -204,7 +204,7 @@ def _packed(
     return (*((out, lse) if query.dim() == 4 else (out[0], lse[0])), *_make_placeholders(query))
 
 
-def _packed_backward(
+def _attend_packed_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,

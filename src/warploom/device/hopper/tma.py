@@ -55,7 +55,7 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 
 @gluon.jit
-def stored():
+def wait_stored():
     """Wait until what this warp has stored or added is in device memory; `store_wait` waits until it has been read."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;",

@@ -71,7 +71,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         bounds = [0, *itertools.accumulate(peers.PACKINGS[case["packing"]])]
         inputs["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     if "cache" in case:
-        return _cached(inputs, case, generator)
+        return _cache_keys(inputs, case, generator)
     return inputs
 
 
@@ -86,7 +86,7 @@ def _lengths(case: Case) -> list[int]:
     return list(case.get("seqused_k", [keys] * batch))
 
 
-def _cached(inputs: Inputs, case: Case, generator: torch.Generator) -> Inputs:
+def _cache_keys(inputs: Inputs, case: Case, generator: torch.Generator) -> Inputs:
     """Returns the inputs of a decoding step: nothing wants a gradient, keys are in a cache."""
     device = inputs["q"].device
     inputs |= {name: inputs[name].detach() for name in ("q", "k", "v")}

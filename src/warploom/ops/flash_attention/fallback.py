@@ -305,13 +305,13 @@ def _block(
     place: int, q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float
 ) -> Tensor:  # fmt: skip
     """Returns attention of queries, the first at key ``place``, on the keys that any of them sees."""
-    keys, seen = _seen(place, q, k, left, right)
+    keys, seen = _find_visible(place, q, k, left, right)
     return _attend_fused(q, k[:, keys], v[:, keys], scale, seen, False)
 
 
 def _block_lse(place: int, q: Tensor, k: Tensor, left: int | None, right: int | None, scale: float) -> Tensor:
     """Returns lse (B, Hq, n) of queries, the first at key ``place``, of the keys that any of them sees."""
-    keys, seen = _seen(place, q, k, left, right)
+    keys, seen = _find_visible(place, q, k, left, right)
     queries = q.to(_wide(q)).unflatten(2, (k.shape[2], -1)) * scale
     logits = torch.einsum("bnhgd,bmhd->bhgnm", queries, k[:, keys].to(_wide(q)))
     return logits.masked_fill(~seen, -torch.inf).logsumexp(-1).flatten(1, 2)
@@ -321,7 +321,7 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _seen(place: int, q: Tensor, k: Tensor, left: int | None, right: int | None) -> tuple[slice, Tensor]:
+def _find_visible(place: int, q: Tensor, k: Tensor, left: int | None, right: int | None) -> tuple[slice, Tensor]:
     """Returns the keys that a block of queries sees, the first at key ``place``, and which query sees which."""
     end = place + q.shape[1]
     first = 0 if left is None else max(place - left, 0)

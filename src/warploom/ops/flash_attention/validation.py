@@ -153,14 +153,14 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
         _check_bounds(q, "cu_seqlens_q", cu_seqlens_q)
         entries = cu_seqlens_q.shape[0] - 1
     _check_tensors(q, k, v, block_table is not None, entries)
-    left, right = _checked_window(window)
+    left, right = _read_window(window)
     check_flags(name, causal=causal, return_lse=return_lse)
     if causal and right:
         expected = f"of no later keys, ({left}, 0) or ({left}, None), where causal hides them"
         raise fault(ArgumentError, name, "window", expected, format_value(tuple(window)))
     if causal:
         right = 0
-    scale = _checked_scale(scale, q)
+    scale = _settle_scale(scale, q)
     if not on_cache:
         if seqused_k is not None and (cu_seqlens_q is not None or cu_seqlens_k is not None):
             raise fault(ArgumentError, NAME, "seqused_k", "None with bounds of keys", "a tensor")
@@ -336,7 +336,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, paged: bool, entries: int | 
         raise fault(ShapeError, NAME, "v", expected, shape_of(v))
 
 
-def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:
+def _read_window(window: Sequence[int | None] | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:
@@ -350,7 +350,7 @@ def _checked_window(window: Sequence[int | None] | None) -> tuple[int | None, in
     return left, right
 
 
-def _checked_scale(scale: float | None, q: Tensor) -> float:
+def _settle_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(q.shape[-1])
     check_number(NAME, "scale", scale)

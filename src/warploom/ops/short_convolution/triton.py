@@ -16,7 +16,7 @@ import triton.language as tl
 
 from warploom.device.activations import activate, activate_backward
 from warploom.device.packed import is_in_sequence, sequence_of
-from warploom.device.product import rounded
+from warploom.device.product import round_to
 from warploom.device.rows import Strides
 
 
@@ -187,13 +187,13 @@ def forward_kernel(
         y = tl.where(rows.used[:, None], y, 0.0)
         ptrs = token_pointers(out, rows, rows.n, c, out_strides, config)
         inside = (rows.n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(ptrs, rounded(y, out.dtype.element_ty), mask=inside)
+        tl.store(ptrs, round_to(y, out.dtype.element_ty), mask=inside)
     elif final is not None:
         states = find_state_rows(tile - sizes.all_tiles, cu_seqlens, sizes, config)
         last = load_inputs(tensors, states, states.end - (config.TAPS - 1) + states.n, c, sizes, x_strides, config)
         state_ptrs = state_pointers(final, states, states.n, c, sizes.final)
         state_inside = states.used[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(state_ptrs, rounded(last, final.dtype.element_ty), mask=state_inside)
+        tl.store(state_ptrs, round_to(last, final.dtype.element_ty), mask=state_inside)
 
 
 class OutputGradients(NamedTuple):
@@ -264,7 +264,7 @@ def backward_kernel(
         result = differentiate_input(tensors, grads, rows, n, c, dz, sizes, x_strides, grad_strides, config)
         ptrs = token_pointers(dx, rows, n, c, dx_strides, config)
         inside = (n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(ptrs, rounded(result, dx.dtype.element_ty), mask=inside)
+        tl.store(ptrs, round_to(result, dx.dtype.element_ty), mask=inside)
     elif dinitial is not None:
         states = find_state_rows(tile - sizes.all_tiles, cu_seqlens, sizes, config)
         before = states.start - (TAPS - 1) + states.n
@@ -274,4 +274,4 @@ def backward_kernel(
         )
         state_ptrs = state_pointers(dinitial, states, states.n, c, dinitial_strides)
         state_inside = states.used[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(state_ptrs, rounded(dstate, dinitial.dtype.element_ty), mask=state_inside)
+        tl.store(state_ptrs, round_to(dstate, dinitial.dtype.element_ty), mask=state_inside)

@@ -59,8 +59,8 @@ def tpa_attention(
     if cu_seqlens is not None:
         given = (None if x is None else without_tail(x, cu_seqlens) for x in factors)
         aq, ak, av, bq, bk, bv = given  # type: ignore[assignment]
-    q = rounded(queries(aq, bq, scale_q), bq.dtype)
-    k, v = (rounded(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
+    q = round_to(queries(aq, bq, scale_q), bq.dtype)
+    k, v = (round_to(product(a, b, s), bq.dtype) for a, b, s in ((ak, bk, scale_k), (av, bv, scale_v)))
     out = attend(q, k, v, scale, bq.dtype, *visible_in_attention(q, k, causal, cu_seqlens)).to(bq.dtype)
     return out if cu_seqlens is None else without_tail(out, cu_seqlens)
 
@@ -82,7 +82,7 @@ def tpa_decode(
     """Returns attention of the last N valid entries of a cache on all its valid entries: (B, N, H, E)."""
     if seqused_k is not None:
         ak, bk, av, bv = (only_valid(factor, seqused_k) for factor in (ak, bk, av, bv))
-    q = rounded(queries(aq, bq, scale_q), bq.dtype)
+    q = round_to(queries(aq, bq, scale_q), bq.dtype)
     k, v = product(ak, bk, scale_k), product(av, bv, scale_v)
     return attend(q, k, v, scale, bq.dtype, *visible_in_decode(q, k, seqused_k)).to(bq.dtype)
 
@@ -111,14 +111,14 @@ def queries(aq: Tensor | None, bq: Tensor, scale: float | None) -> Tensor:
     return bq.to(torch.promote_types(bq.dtype, torch.float32)) * (1.0 if scale is None else scale)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``x`` with the bits that ``dtype`` has, in its own dtype."""
     return x.to(dtype).to(x.dtype)
 
 
 def with_rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``x`` as it is; its gradient is rounded to ``dtype``, as it enters a matrix product of that."""
-    through = rounded(x, dtype)
+    through = round_to(x, dtype)
     return torch.where(through.isfinite(), through + (x - through).detach(), x)  # which may exceed all its numbers
 
 
@@ -130,7 +130,7 @@ def with_rounded_mean(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if out.dtype == dtype:
         return out
-    rounding = (rounded(out, dtype) - out).detach()
+    rounding = (round_to(out, dtype) - out).detach()
     rounding = rounding.masked_fill(~rounding.isfinite(), 0.0)  # an output that overflows is no mean
     return out - (lse - lse.detach()) * rounding
 
@@ -187,7 +187,7 @@ def attend(
     def block(q: Tensor, first: Tensor, last: Tensor) -> Tensor:
         scores = with_rounded_gradient(torch.matmul(q.transpose(1, 2), keys), dtype) * factor
         weights, lse = softmax(scores, first[:, None], last[:, None])
-        out = torch.matmul(rounded(weights, dtype), values)
+        out = torch.matmul(round_to(weights, dtype), values)
         return with_rounded_mean(out, lse, dtype).transpose(1, 2)
 
     return _in_blocks(block, q, first, last, k.shape[1])

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from warploom.device.chunks import locate
 from warploom.device.phase import wrapping_add
-from warploom.device.product import dot, rounded
+from warploom.device.product import dot, round_to
 from warploom.device.rows import Strides
 from warploom.ops.delta_attention.triton import tiles
 
@@ -64,15 +64,15 @@ def chunk_kernel(
         queries = tiles.load_encoded(
             q_rows, f, q_lengths, mask, position, theta, of_group, strides.q.f, sizes, config
         )
-        keys, queries = rounded(keys, dtype), rounded(queries, dtype)
+        keys, queries = round_to(keys, dtype), round_to(queries, dtype)
         # (1) decays since the start, until the end, and over all
         g = tiles.load_decays(decay, n, f, mask, place, sizes, config)
         since, until, whole = tiles.decays_of_chunk(g, config, NARROW)
         to = tiles.work_rows(from_start, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D)
-        tl.store(to, rounded(queries.to(tl.float32) * since, dtype))
+        tl.store(to, round_to(queries.to(tl.float32) * since, dtype))
         to = tiles.work_rows(until_end, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D)
-        tl.store(to, rounded(keys.to(tl.float32) * until, dtype))
-        from_here = rounded(keys.to(tl.float32) * since, dtype)
+        tl.store(to, round_to(keys.to(tl.float32) * until, dtype))
+        from_here = round_to(keys.to(tl.float32) * since, dtype)
         tl.store(tiles.work_rows(predicted, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D), from_here)
         if decayed is not None:
             tl.store(tiles.work_rows(decayed, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D), from_here)
@@ -84,15 +84,15 @@ def chunk_kernel(
         of_keys, of_queries = tiles.add_pairs(of_keys, of_queries, queries, keys, g, config, NARROW)
     g = tiles.load_decays(decay, n, tl.arange(0, BLOCK_D), mask, place, sizes, config)
     of_keys, of_queries = tiles.decay_pairs(of_keys, of_queries, g, config, NARROW)
-    tl.store(tiles.work_rows(scores, slot, h, sizes, t, t, BLOCK_T, BLOCK_T), rounded(of_queries, dtype))
+    tl.store(tiles.work_rows(scores, slot, h, sizes, t, t, BLOCK_T, BLOCK_T), round_to(of_queries, dtype))
     # (3) T = (1 + β A)⁻¹
     solution = tiles.invert(of_keys * b[:, None], BLOCK_T, config.LEVELS)
     if inverse is not None:
         to = tiles.work_rows(inverse, slot, h, sizes, t, t, 2 * BLOCK_T, BLOCK_T)
-        tl.store(to, rounded(solution, dtype))
+        tl.store(to, round_to(solution, dtype))
         to = tiles.work_rows(inverse, slot, h, sizes, BLOCK_T + t, t, 2 * BLOCK_T, BLOCK_T)
-        tl.store(to, rounded(of_keys, dtype))
-    weighted = rounded(solution * b[None, :], dtype)
+        tl.store(to, round_to(of_keys, dtype))
+    weighted = round_to(solution * b[None, :], dtype)
     # (4) T β K̃ in the place of K̃, and T β V
     tl.debug_barrier()
     for first in range(0, config.WIDE_D, BLOCK_D):
@@ -100,10 +100,10 @@ def chunk_kernel(
         from_here = tl.load(at)
         tl.debug_barrier()
         own = dot(weighted, from_here, tl.zeros((BLOCK_T, BLOCK_D), tl.float32))
-        tl.store(at, rounded(own, dtype))
+        tl.store(at, round_to(own, dtype))
     for first in range(0, config.E, config.BLOCK_E):
         e = first + tl.arange(0, config.BLOCK_E)
         values = tiles.load_features(v_rows, e, mask, strides.v.f, config.E, config.UNIT)
         result = dot(weighted, values, tl.zeros((BLOCK_T, config.BLOCK_E), tl.float32))
         ptrs = tiles.work_rows(corrected, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-        tl.store(ptrs, rounded(result, dtype))
+        tl.store(ptrs, round_to(result, dtype))

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from warploom.device.chunks import locate
 from warploom.device.decays import exp
-from warploom.device.product import rounded
+from warploom.device.product import round_to
 from warploom.device.rows import Strides
 from warploom.ops.delta_attention.triton import tiles
 
@@ -87,7 +87,7 @@ def pair_kernel(
         own = dr * b[:, None]
         tiles.store_features(dv_rows, own * sizes.scale, e, owned, strides.dv.f, config.E, config.UNIT)
         to = tiles.work_rows(corrections, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-        tl.store(to, rounded(-own, corrections.dtype.element_ty))
+        tl.store(to, round_to(-own, corrections.dtype.element_ty))
         # (2) dβ = rowsum(dR ∘ (V − K̃ S))
         known = zeros
         for start in range(0, config.WIDE_D, config.BLOCK_D):
@@ -123,9 +123,9 @@ def pair_kernel(
         dlower *= between
         dscores *= between
     to = tiles.work_rows(pairs, slot, h, sizes, t, t, 2 * BLOCK_T, BLOCK_T)
-    tl.store(to, rounded(dlower, pairs.dtype.element_ty))
+    tl.store(to, round_to(dlower, pairs.dtype.element_ty))
     to = tiles.work_rows(pairs, slot, h, sizes, BLOCK_T + t, t, 2 * BLOCK_T, BLOCK_T)
-    tl.store(to, rounded(dscores, pairs.dtype.element_ty))
+    tl.store(to, round_to(dscores, pairs.dtype.element_ty))
 
 
 @triton.jit
@@ -155,8 +155,8 @@ def add_pairs_of_features(queries, keys, g, dlower, dscores, config: tl.constexp
     for level in range(config.LEVELS):
         between = tiles.tokens_to_middle(level, BLOCK_T)
         decays = exp(tiles.sum_rows(between, g), NARROW)
-        decayed = rounded(wide_keys * decays, dtype)
-        asking = rounded(wide_queries * decays, dtype)
+        decayed = round_to(wide_keys * decays, dtype)
+        asking = round_to(wide_queries * decays, dtype)
         across = tiles.across_middle(level, BLOCK_T)
         of_keys = tl.where(across, dlower, 0.0).to(dlower.dtype)
         of_queries = tl.where(across, dscores, 0.0).to(dscores.dtype)

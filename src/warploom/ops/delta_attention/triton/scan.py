@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.packed import sequence_bounds
-from warploom.device.product import rounded
+from warploom.device.product import round_to
 from warploom.device.rows import StateStrides, Strides
 from warploom.ops.delta_attention.triton import tiles
 
@@ -109,7 +109,7 @@ def scan_kernel(
         slot = place.slot + c
         if states is not None:
             to = tiles.work_rows(states, slot, h, sizes, e, f, config.WIDE, config.WIDE_D)
-            tl.store(to, rounded(state, states.dtype.element_ty))
+            tl.store(to, round_to(state, states.dtype.element_ty))
         keys = tl.load(tiles.work_rows(predicted, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D))
         own = tl.load(tiles.work_rows(corrected, slot, h, sizes, t, e, BLOCK_T, config.WIDE))
         # (1) Uᵀ = (T β V)ᵀ − Sᵀ (T β K̃)ᵀ
@@ -118,7 +118,7 @@ def scan_kernel(
         update = tl.trans(own).to(tl.float32) - before
         if updates is not None:
             to = tiles.work_rows(updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-            tl.store(to, rounded(tl.trans(update), updates.dtype.element_ty))
+            tl.store(to, round_to(tl.trans(update), updates.dtype.element_ty))
         if out is not None:
             # (2) Oᵀ = Sᵀ Q̃ᵀ + Uᵀ Pᵀ
             queries = tl.load(tiles.work_rows(from_start, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D))
@@ -169,7 +169,7 @@ def reverse_scan_kernel(
         c = count - 1 - i
         slot = place.slot + c
         to = tiles.work_rows(grad_states, slot, h, sizes, e, f, config.WIDE, config.WIDE_D)
-        tl.store(to, rounded(state, grad_states.dtype.element_ty))
+        tl.store(to, round_to(state, grad_states.dtype.element_ty))
         n = c * BLOCK_T + t
         rows = tiles.head_rows(grad, n, place, h, strides.rows, config.VEC)
         given = tl.trans(tiles.load_features(rows, e, n < place.length, strides.rows.f, config.E, config.UNIT))
@@ -180,7 +180,7 @@ def reverse_scan_kernel(
         update = tiles.multiply(given, pairs, update, dtype)
         update = tiles.multiply(state, tl.trans(keys), update, dtype)
         to = tiles.work_rows(grad_updates, slot, h, sizes, t, e, BLOCK_T, config.WIDE)
-        tl.store(to, rounded(tl.trans(update), grad_updates.dtype.element_ty))
+        tl.store(to, round_to(tl.trans(update), grad_updates.dtype.element_ty))
         # (2) dSᵀ = dSᵀ decayed + dOᵀ Q̃ − dUᵀ T β K̃
         if config.DECAY != "none":
             state *= load_kept(kept, slot, h, sizes, config)

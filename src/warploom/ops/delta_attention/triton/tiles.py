@@ -14,7 +14,7 @@ import triton.language as tl
 
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import cos_sin, phase_step
-from warploom.device.product import dot, dot_of_terms, find_scale, rounded, terms_of
+from warploom.device.product import dot, dot_of_terms, find_scale, round_to, terms_of
 
 SUBSTITUTED = tl.constexpr(16)
 """Rows of the blocks that are inverted by substitution."""
@@ -103,7 +103,7 @@ def load_features(rows, f, mask, stride, FEATURES: tl.constexpr, UNIT: tl.conste
 def store_features(rows, x, f, mask, stride, FEATURES: tl.constexpr, UNIT: tl.constexpr):
     """Stores what `load_features` loads."""
     ptrs = feature_pointers(rows, f, stride, UNIT)
-    tl.store(ptrs, rounded(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
+    tl.store(ptrs, round_to(x, rows.dtype.element_ty), mask=mask[:, None] & (f < FEATURES)[None, :])
 
 
 @triton.jit
@@ -175,18 +175,18 @@ def multiply(a, b, acc, dtype: tl.constexpr):
         size = 1.0
         if a.dtype != dtype:
             of_a = find_scale(a)
-            a = rounded(a / of_a, dtype)
+            a = round_to(a / of_a, dtype)
             size *= of_a
         if b.dtype != dtype:
             of_b = find_scale(b)
-            b = rounded(b / of_b, dtype)
+            b = round_to(b / of_b, dtype)
             size *= of_b
         acc += dot(a, b, tl.zeros(acc.shape, tl.float32)) * size
     else:
         if a.dtype != dtype:
-            a = rounded(a, dtype)
+            a = round_to(a, dtype)
         if b.dtype != dtype:
-            b = rounded(b, dtype)
+            b = round_to(b, dtype)
         acc = dot(a, b, acc)
     return acc
 
@@ -310,8 +310,8 @@ def add_pairs(of_keys, of_queries, queries, keys, g, config: tl.constexpr, NARRO
         of_queries += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
         for level in range(config.LEVELS):
             decays = exp(sum_rows(tokens_to_middle(level, config.BLOCK_T), g), NARROW)
-            decayed = rounded(keys.to(tl.float32) * decays, dtype)
-            asking = rounded(queries.to(tl.float32) * decays, dtype)
+            decayed = round_to(keys.to(tl.float32) * decays, dtype)
+            asking = round_to(queries.to(tl.float32) * decays, dtype)
             pairs = across_middle(level, config.BLOCK_T)
             of_keys += tl.where(pairs, dot(decayed, tl.trans(decayed), zeros), 0.0)
             of_queries += tl.where(pairs, dot(asking, tl.trans(decayed), zeros), 0.0)

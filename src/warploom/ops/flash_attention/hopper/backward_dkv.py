@@ -207,7 +207,7 @@ def query_loop(
 
 
 @gluon.jit
-def used_rows(gradients, n, keys, LAYOUT: gl.constexpr):
+def zero_unused_rows(gradients, n, keys, LAYOUT: gl.constexpr):
     """Gradients of keys ``n …``, zero behind the last: rows of keys that are not used may hold NaN."""
     used = (n + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < keys)[:, None]
     found = ()
@@ -252,7 +252,7 @@ def compute_for_keys(own: gl.constexpr, config: gl.constexpr, kernel):
         n = place.block * BLOCK_N + own * ROWS
         if call.seqused_k is not None:
             seq = sequence_of(batch, place.block * BLOCK_N, call)
-            dk, dv = used_rows((dk, dv), n, seq.keys, OUT_LAYOUT)
+            dk, dv = zero_unused_rows((dk, dv), n, seq.keys, OUT_LAYOUT)
         rows = call.lengths.keys
         store_tile(kernel.dv, dv, slot, place.split, batch, head, n, rows, OUT_LAYOUT)
         store_tile(kernel.dk, dk * call.grad_scale, slot, place.split, batch, head, n, rows, OUT_LAYOUT)

@@ -34,7 +34,7 @@ from warploom.ops.flash_attention.hopper.tiles import (
     Result,
     SplitStrides,
     empty_sum,
-    finished,
+    finish_products,
     pack_16bit,
     pieces_of,
     product_layout,
@@ -161,7 +161,7 @@ def gradient_of_queries(queries, row_lse, row_delta, count, own: gl.constexpr, k
         mbarrier.arrive(scheduler.empty.index(0))
     before = (count + STAGES - 1) % STAGES
     factor = unpack_as_operand(dlogits, dtype, OUT_LAYOUT)
-    dq = finished(sum_of_pieces(dq, factor, k.tiles, before))
+    dq = finish_products(sum_of_pieces(dq, factor, k.tiles, before))
     mbarrier.arrive(k.empty.index(before))
     return dq, count
 

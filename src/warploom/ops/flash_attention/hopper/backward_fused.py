@@ -281,16 +281,16 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def wait_until_added(counter, before):
     """Wait until as many have added as come before. Copies that start afterwards find what was written until then."""
-    added = _added(counter)
+    added = _read_added(counter)
     while added != before:
-        added = _added(counter)
+        added = _read_added(counter)
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _added(counter):
+def _read_added(counter):
     """Returns how many have added."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
@@ -299,7 +299,7 @@ def _added(counter):
 
 @gluon.jit
 def count_added(counter):
-    """Count one more that has added. What this warp wrote is in device memory (`tma.stored`)."""
+    """Count one more that has added. What this warp wrote is in device memory (`tma.wait_stored`)."""
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
@@ -356,7 +356,7 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
                 tma.async_add(kernel.added, [batch, head, row, feature], part)
             tma.store_wait(0)
             mbarrier.arrive(exchange.part_empty.index(stage))
-            tma.stored()
+            tma.wait_stored()
             count_added(counter)
             count += 1
         work = receive(scheduler, work.number + 1, 1)

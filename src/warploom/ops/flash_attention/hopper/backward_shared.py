@@ -26,7 +26,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_full
-from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, QueryBuffers, copy_for_keys, used_rows
+from warploom.ops.flash_attention.hopper.backward_dkv import (
+    KeyKernel,
+    QueryBuffers,
+    copy_for_keys,
+    zero_unused_rows,
+)
 from warploom.ops.flash_attention.hopper.forward import QueryKernel, copy_for_queries
 from warploom.ops.flash_attention.hopper.masks import own_keys, own_queries
 from warploom.ops.flash_attention.hopper.softmax import (
@@ -301,7 +306,7 @@ def compute_for_one(VALUES: gl.constexpr, config: gl.constexpr, kernel):
         batch, head = place.row // key_heads, place.row % key_heads
         n = place.block * ROWS
         if call.seqused_k is not None:
-            sums = used_rows(sums, n, sequence_of(batch, n, call).keys, OUT_LAYOUT)
+            sums = zero_unused_rows(sums, n, sequence_of(batch, n, call).keys, OUT_LAYOUT)
         if IN_PIECES:
             factor = 1.0 if VALUES else call.grad_scale
             store_pieces(result, sums, factor, place.split, batch, head, n, call.lengths.keys, OUT_LAYOUT)

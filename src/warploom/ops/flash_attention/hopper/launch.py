@@ -257,7 +257,7 @@ def _strides_of(results: dict[str, Tensor], splits: int, unit: int = 1) -> dict[
     return strides
 
 
-def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
+def _needs_counter(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
     """Returns whether programs take tiles from a counter, which must be zero."""
     if name == "backward":  # the first tile too
         return True
@@ -267,7 +267,7 @@ def _counted(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
     return tiles > programs
 
 
-def _planned(
+def _plan_launch(
     kernel: _Kernel,
     name: str,
     call: Call,
@@ -302,7 +302,7 @@ def _planned(
         **scales,
         **arguments,
     )
-    return Plan(launch, splits, _counted(name, mask, count, programs))
+    return Plan(launch, splits, _needs_counter(name, mask, count, programs))
 
 
 def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
@@ -332,7 +332,7 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
     if kernel.function is hopper_shared_key_kernel:
         arguments["inverse"] = None
     config = {"SPLIT": by_address, "PIECES": 3 if pieces else 1}
-    return _planned(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
+    return _plan_launch(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
 
 
 _CACHE_WIDTH = 64  # columns that are swizzled together: see `tma.boxes_in`
@@ -362,7 +362,7 @@ def plan_cache(call: Call, block_table: Tensor | None, tensors: tuple[Tensor, ..
     for name, x in zip(("k_desc", "v_desc"), tensors[1:3]):
         arguments[name] = TmaTile(x, (0, 2, 1, 3), (1, 1, rows, _CACHE_WIDTH))
     arguments |= _strides_of({"out": tensors[3]}, 1)
-    return _planned(
+    return _plan_launch(
         kernel, "forward", call, tiles, 1, {"CACHE": tiles.box}, window=_window(call), **arguments
     ).launch  # fmt: skip
 
@@ -382,7 +382,7 @@ def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
     kernel = _KERNELS["backward"]
     boxes = _boxes(kernel, tensors, tiles, _width(shape))
     boxes["added"] = TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
-    return _planned(kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
+    return _plan_launch(kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
 
 
 def _window(call: Call) -> Window | None:
@@ -432,4 +432,4 @@ def plan_terms(name: str, call: Call, factors: tuple[Tensor, ...], terms: int, r
     arguments |= _strides_of(results, splits)
     if name == "key":
         arguments |= {"window": None, "seqused_k": None, "units": None}
-    return _planned(kernel, name, call, tiles, splits, {"SPLIT": True, "TERMS": terms}, **arguments)
+    return _plan_launch(kernel, name, call, tiles, splits, {"SPLIT": True, "TERMS": terms}, **arguments)

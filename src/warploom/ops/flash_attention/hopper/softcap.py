@@ -22,7 +22,7 @@ _LONG = (1.0, -0.3333308229, 0.1332675978, -0.05340301511, 0.01969182342, -0.004
 _CHAINS = 8  # of maxima: one would have the latency of all
 
 HIDDEN = gl.constexpr(-1e18)
-"""A hyperbolic tangent in `capped_weights` that has no weight."""
+"""A hyperbolic tangent in `cap_weights` that has no weight."""
 
 _ANY = "vote.sync.any.pred large, large, -1;"
 _BEGIN = f"{{ .reg .pred large; .reg .f32 size, u, e, t, {', '.join(f'm{i}' for i in range(_CHAINS))};"
@@ -62,8 +62,8 @@ def _tanh(x: str, t: str, scale: str, exact: bool) -> list[str]:
     return lines
 
 
-def _capped(pack: int, exponentials: bool) -> tuple[str, str]:
-    """PTX and constraints of `capped`.
+def _write_ptx(pack: int, exponentials: bool) -> tuple[str, str]:
+    """PTX and constraints of `cap`.
 
     Results have registers of their own. Written over the logits, which are the sums of a product, they would make the
     assembler serialize all products of a kernel that is short of registers.
@@ -86,7 +86,7 @@ def _capped(pack: int, exponentials: bool) -> tuple[str, str]:
 
 
 def _weights(dtype: str) -> str:
-    """PTX of `capped_weights`, for two entries."""
+    """PTX of `cap_weights`, for two entries."""
     lines = ["{ .reg .f32 e0, e1, t0, t1;"]
     for i, (x, lse) in enumerate((("$3", "$5"), ("$4", "$6"))):
         lines += [f"neg.f32 e{i}, {lse};", f"fma.rn.f32 e{i}, {x}, $7, e{i};", f"ex2.approx.ftz.f32 e{i}, e{i};"]
@@ -95,16 +95,16 @@ def _weights(dtype: str) -> str:
 
 
 # fmt: off
-CAPPED_32, OPERANDS_32 = map(gl.constexpr, _capped(32, False))
-CAPPED_64, OPERANDS_64 = map(gl.constexpr, _capped(64, False))
-EXPONENTIALS_32, EXPONENTIALS_64 = (gl.constexpr(_capped(pack, True)[0]) for pack in (32, 64))
+CAPPED_32, OPERANDS_32 = map(gl.constexpr, _write_ptx(32, False))
+CAPPED_64, OPERANDS_64 = map(gl.constexpr, _write_ptx(64, False))
+EXPONENTIALS_32, EXPONENTIALS_64 = (gl.constexpr(_write_ptx(pack, True)[0]) for pack in (32, 64))
 BFLOAT16_WEIGHTS, FLOAT16_WEIGHTS = (gl.constexpr(_weights(dtype)) for dtype in ("bf16", "f16"))
 WEIGHTS_OPERANDS = gl.constexpr("=&r,=&f,=&f,f,f,f,f,f,f")
 # fmt: on
 
 
 @gluon.jit
-def capped(x, scale, softcap, base, EXPONENTIALS: gl.constexpr):
+def cap(x, scale, softcap, base, EXPONENTIALS: gl.constexpr):
     """``softcap · tanh(x · scale) − base``, to about 4 units in the last place, or 2 to the power of it."""
     first = softcap * scale
     square = scale * scale
@@ -119,7 +119,7 @@ def capped(x, scale, softcap, base, EXPONENTIALS: gl.constexpr):
 
 
 @gluon.jit
-def capped_weights(x, lse, softcap, dtype: gl.constexpr):
+def cap_weights(x, lse, softcap, dtype: gl.constexpr):
     """2 to the power of ``softcap · x − lse``, rounded to a 16-bit type, and times 1 − x², not rounded.
 
     ``x`` are hyperbolic tangents, or `HIDDEN`.

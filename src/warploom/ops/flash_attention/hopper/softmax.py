@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from warploom.device.activations import power_of_two
 from warploom.device.online_softmax import finite_max, update_softmax
 from warploom.ops.flash_attention.hopper.masks import visible, visible_weights
-from warploom.ops.flash_attention.hopper.softcap import HIDDEN, capped, capped_weights
+from warploom.ops.flash_attention.hopper.softcap import HIDDEN, cap, cap_weights
 from warploom.ops.flash_attention.hopper.tiles import ROWS
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -49,7 +49,7 @@ def softmax_step(
         # How a cap is computed depends on all logits, of which those of other sequences are none.
         logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, 0.0)
     if call.base is not None:
-        weights = capped(logits, scale, call.softcap, call.base, True)
+        weights = cap(logits, scale, call.softcap, call.base, True)
         if MASKED:
             weights = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), weights, 0.0)
         new_max = row_max
@@ -57,7 +57,7 @@ def softmax_step(
         row_sum = row_sum + gl.sum(weights, 1)
     else:
         if call.softcap is not None:
-            logits = capped(logits, scale, call.softcap, 0.0, False)
+            logits = cap(logits, scale, call.softcap, 0.0, False)
             scale = 1.0
         if MASKED:
             logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, float("-inf"))
@@ -92,10 +92,10 @@ def weights_of(
     With a cap, times its derivative: these weights are only for gradients of logits.
     """
     if call.softcap is not None:
-        logits = capped(logits, call.scale, 1.0, 0.0, False)
+        logits = cap(logits, call.scale, 1.0, 0.0, False)
         if MASKED:
             logits = gl.where(visible(n, queries, call, logits.shape[1], LAYOUT, config), logits, HIDDEN)
-        _, weights = capped_weights(logits, lse[:, None], call.softcap, dtype)
+        _, weights = cap_weights(logits, lse[:, None], call.softcap, dtype)
     else:
         weights = power_of_two(logits * call.scale - lse[:, None])
         if MASKED:
@@ -113,10 +113,10 @@ def transposed_weights_of(
     If there is a cap, the first are rounded.
     """
     if call.softcap is not None:
-        logits = capped(logits, call.scale, 1.0, 0.0, False)
+        logits = cap(logits, call.scale, 1.0, 0.0, False)
         if MASKED:
             logits = visible_weights(logits, m, keys, None, call, LAYOUT, config, HIDDEN)
-        weights, slopes = capped_weights(logits, lse[None, :], call.softcap, dtype)
+        weights, slopes = cap_weights(logits, lse[None, :], call.softcap, dtype)
     else:
         weights = power_of_two(logits * call.scale - lse[None, :])
         if inverse is not None:
@@ -138,12 +138,12 @@ def weights_and_slopes(
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = config.CAUSAL or call.window is not None or used is not None
     if call.softcap is not None:
-        logits = capped(logits, call.scale, 1.0, 0.0, False)
+        logits = cap(logits, call.scale, 1.0, 0.0, False)
         if MASKS:
             if (m < keys.full) | (m >= keys.high):
                 logits = visible_weights(logits, m * BLOCK_M, keys, used, call, LAYOUT, config, HIDDEN)
         row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
-        weights, slopes = capped_weights(logits, row_lse[None, :], call.softcap, dtype)
+        weights, slopes = cap_weights(logits, row_lse[None, :], call.softcap, dtype)
     else:
         row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
         weights = power_of_two(logits * call.scale - row_lse[None, :])

@@ -130,7 +130,7 @@ def sum_of_pieces(acc, factor, tiles, slot):
 
 
 @gluon.jit
-def finished(pieces):
+def finish_products(pieces):
     """Wait for all products; the sums of these in pieces."""
     if len(pieces) == 1:
         sums = (warpgroup_mma_wait(0, deps=[pieces[0]]),)

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.activations import LOG2_E, power_of_two
-from warploom.device.product import product, product_as_transposed, rounded
+from warploom.device.product import product, product_as_transposed, round_to
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.tiles import (
     PARTS_AHEAD,
@@ -87,7 +87,7 @@ def prepare_kernel(
     o = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     do = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
     if PRECISION == "bf16":  # as the products take it, so that dP − δ is zero where a query sees one key
-        do = rounded(do, tl.bfloat16).to(tl.float32)
+        do = round_to(do, tl.bfloat16).to(tl.float32)
     sums = tl.sum(o * do, axis=1)
     if dlse is not None:
         dlse_ptrs = dlse + batch * dlse_strides.b + head * dlse_strides.h + token * dlse_strides.n
@@ -133,7 +133,7 @@ def round_kernel(
         gdc_wait()
     some = tl.load(tiles_added + row - token % BLOCK_M, mask=row < rows, other=0) > 0
     gradient = tl.load(added + row[:, None] * D + feature[None, :], mask=mask & some[:, None], other=0.0)
-    tl.store(dq_ptrs, rounded(gradient * scale, dq.dtype.element_ty), mask=mask)
+    tl.store(dq_ptrs, round_to(gradient * scale, dq.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def sink_kernel(sink, statistics, delta, dsink, lse_rows: LseRows, in_head: tl.i
         empty = row_sum == 0.0  # no key is seen, and the sink is −inf
         weight = tl.where(empty, 0.0, power_of_two(logit - row_max) / tl.where(empty, 1.0, row_sum))
         sums -= weight * tl.load(delta + row, mask=in_range, other=0.0)
-    tl.store(dsink + head, rounded(tl.sum(sums), dsink.dtype.element_ty))
+    tl.store(dsink + head, round_to(tl.sum(sums), dsink.dtype.element_ty))
 
 
 class Queries(NamedTuple):
@@ -447,7 +447,7 @@ def add_parts(part, out, program, size, splits, BLOCK: tl.constexpr):
                 ahead += (tl.load(part + (first + j) * size + i, mask=mask, other=0.0),)
             for j in tl.static_range(PARTS_AHEAD):
                 acc += ahead[j]
-        tl.store(out + i, rounded(acc, out.dtype.element_ty), mask=i < size)
+        tl.store(out + i, round_to(acc, out.dtype.element_ty), mask=i < size)
     return program - blocks
 
 

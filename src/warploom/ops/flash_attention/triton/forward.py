@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from warploom.device.activations import LOG2_E, power_of_two
 from warploom.device.online_softmax import finite_max, update_softmax
 from warploom.device.packed import is_in_sequence
-from warploom.device.product import product, rounded
+from warploom.device.product import product, round_to
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.tiles import (
     ForwardStrides,
@@ -117,7 +117,7 @@ def store_results(softmax, sink, head, out, offsets, mask, lse, statistics, row,
             logit = tl.where(in_sequence, logit.to(tl.float32), float("-inf"))
         softmax = with_sink(softmax, logit)
     some = tl.where(softmax.row_sum == 0.0, 1.0, softmax.row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
-    tl.store(out + offsets, rounded(softmax.acc / some[:, None], out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, round_to(softmax.acc / some[:, None], out.dtype.element_ty), mask=mask)
     tl.store(statistics + row, softmax.row_max, mask=in_range)
     tl.store(statistics + rows + row, softmax.row_sum, mask=in_range)
     tl.store(lse + row, (softmax.row_max + tl.log2(some)) * LN_2, mask=in_range)

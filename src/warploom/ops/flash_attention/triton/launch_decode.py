@@ -53,7 +53,7 @@ def _beside(tiles: Configuration) -> int:
     return 1 if tiles.key_tiles > 1 else 2
 
 
-def _seen(call: Call) -> int:
+def _count_keys(call: Call) -> int:
     """Returns how many keys the loop of a tile goes over, about."""
     shape, mask = call.shape, call.mask
     left, right = bounds(shape, mask)
@@ -66,7 +66,7 @@ def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
     Never by the size of the batch: results depend on it.
     """
     wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (call.shape.key_heads * blocks))
-    return max(min(wanted, DECODE_MOST_CHUNKS, _seen(call) // DECODE_CHUNK), 1)
+    return max(min(wanted, DECODE_MOST_CHUNKS, _count_keys(call) // DECODE_CHUNK), 1)
 
 
 def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
@@ -74,7 +74,7 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
 
     Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
     """
-    at_once, keys = programs_at_once(call.device), -(-_seen(call) // chunks)
+    at_once, keys = programs_at_once(call.device), -(-_count_keys(call) // chunks)
     if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
         return 1
     at_once *= _beside(tiles)

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.activations import INTERPRETED, power_of_two
-from warploom.device.product import rounded
+from warploom.device.product import round_to
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.triton.backward import Queries, QueryTile
 from warploom.ops.flash_attention.triton.tiles import (
@@ -127,7 +127,7 @@ def kv_loop_by_warp(dq, queries, k, v, end, sizes, tiles: tl.constexpr):
         dweights = tl.zeros((WARPS, ROWS, BLOCK), dtype=tl.float32)
         dweights = products(queries.do, tl.permute(v_tile, (0, 2, 1)), dweights)
         dlogits = weights * (dweights - queries.delta[None, :, None])
-        dq = products(rounded(dlogits, k_tile.dtype), k_tile, dq)
+        dq = products(round_to(dlogits, k_tile.dtype), k_tile, dq)
     return dq
 
 
@@ -155,10 +155,10 @@ def query_loop_by_warp(dk, dv, k, v, queries, begin, key, sizes, tiles: tl.const
             seen = key[None, :, None] <= (query + queries.offset + sizes.right)[:, None, :]
             weights = tl.where(seen, weights, 0.0)
         do_tile = load_by_warp(do.ptr + member * do_head + m * do_step, do, m, tokens)
-        dv = products(rounded(weights, do_tile.dtype), do_tile, dv)
+        dv = products(round_to(weights, do_tile.dtype), do_tile, dv)
         dweights = products(v, tl.permute(do_tile, (0, 2, 1)), tl.zeros((WARPS, ROWS, BLOCK), dtype=tl.float32))
         dlogits = weights * (dweights - row_delta[:, None, :])
-        dk = products(rounded(dlogits, q_tile.dtype), q_tile, dk)
+        dk = products(round_to(dlogits, q_tile.dtype), q_tile, dk)
     return dk, dv
 
 

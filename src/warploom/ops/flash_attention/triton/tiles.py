@@ -13,7 +13,7 @@ import triton.language as tl
 
 from warploom.device.activations import tanh
 from warploom.device.packed import sequence_of_tile, sequence_or_tail
-from warploom.device.product import rounded, rounded_to_tf32, terms_of
+from warploom.device.product import round_to, round_to_tf32, terms_of
 from warploom.device.rows import Strides
 
 PARTS_AHEAD = tl.constexpr(4)
@@ -368,9 +368,9 @@ def as_factor(tile, dtype: tl.constexpr, PRECISION: tl.constexpr):
     elif PRECISION == "2-term":
         factor = terms_of(tile, 2)
     elif PRECISION == "tf32" and dtype == tl.float32:
-        factor = rounded_to_tf32(tile)
+        factor = round_to_tf32(tile)
     else:
-        factor = rounded(tile, dtype)
+        factor = round_to(tile, dtype)
     return factor
 
 
@@ -395,7 +395,7 @@ def store_tile(pointers, tile, row, rows, F: tl.constexpr):
     mask = (row + tl.arange(0, ROWS) < rows)[:, None]
     if F != FEATURES:
         mask = mask & (tl.arange(0, FEATURES) < F)[None, :]
-    tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, round_to(tile, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

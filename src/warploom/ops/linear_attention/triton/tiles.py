@@ -20,7 +20,7 @@ from warploom.device.activations import activate, powers, reciprocal
 from warploom.device.chunks import row_pointers, store_plain
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import PhaseStep, cos_sin, phase_step, wrapping_add
-from warploom.device.product import dot, find_scale, rounded
+from warploom.device.product import dot, find_scale, round_to
 from warploom.device.rotation import rotate, rotate_backward
 from warploom.device.rows import load_input, store_input
 
@@ -208,13 +208,13 @@ def encode(x, turns, first, spec: tl.constexpr, config: tl.constexpr):
         y = activate_pieces(x, first, spec, config)
         if config.KIND == "none":
             for i in tl.static_range(len(y)):
-                found = found + (rounded(y[i], dtype),)
+                found = found + (round_to(y[i], dtype),)
         else:
             MEMBERS: tl.constexpr = 1 if spec.KIND == "cosine" else 2
             for i in tl.static_range(len(turns)):
                 cosine, sine = turns[i]
                 one, two = rotate(y[i * MEMBERS], y[i * MEMBERS + MEMBERS - 1], cosine, sine, spec.KIND)
-                found = found + (rounded(one, dtype), rounded(two, dtype))
+                found = found + (round_to(one, dtype), round_to(two, dtype))
     return found
 
 
@@ -246,7 +246,7 @@ def store_input_gradient(
             x1, x2, grads[0], grads[1], cosine, sine, spec, config.ACTIVATION, THETA, config.BLOCK_F
         )
     dtype: tl.constexpr = rows.dtype.element_ty
-    store_input(rows, rounded(d1, dtype), rounded(d2, dtype), mask, strides.f, first, spec, config.BLOCK_F)
+    store_input(rows, round_to(d1, dtype), round_to(d2, dtype), mask, strides.f, first, spec, config.BLOCK_F)
     return dphi
 
 
@@ -334,7 +334,7 @@ def decay_scores(scores, parts, config: tl.constexpr, REVERSE: tl.constexpr, HAL
 @triton.jit
 def scale_rows(x, weights):
     """Returns a tile, times a weight (T,) for each of its rows, in its dtype."""
-    return rounded(x.to(tl.float32) * weights[:, None], x.dtype)
+    return round_to(x.to(tl.float32) * weights[:, None], x.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -347,9 +347,9 @@ def multiply_rounding_right(a, x, acc):
     """Returns ``a · x + acc``, where ``x`` is float32 and is rounded to the dtype of ``a``."""
     if a.dtype == tl.float16:  # which does not hold every float32
         size = find_scale(x)
-        acc += dot(a, rounded(x / size, a.dtype), tl.zeros(acc.shape, tl.float32)) * size
+        acc += dot(a, round_to(x / size, a.dtype), tl.zeros(acc.shape, tl.float32)) * size
     else:
-        acc = dot(a, rounded(x, a.dtype), acc)
+        acc = dot(a, round_to(x, a.dtype), acc)
     return acc
 
 
@@ -358,9 +358,9 @@ def multiply_rounding_left(x, c, acc):
     """Returns ``x · c + acc``, where ``x`` is float32 and is rounded to the dtype of ``c``."""
     if c.dtype == tl.float16:
         size = find_scale(x)
-        acc += dot(rounded(x / size, c.dtype), c, tl.zeros(acc.shape, tl.float32)) * size
+        acc += dot(round_to(x / size, c.dtype), c, tl.zeros(acc.shape, tl.float32)) * size
     else:
-        acc = dot(rounded(x, c.dtype), c, acc)
+        acc = dot(round_to(x, c.dtype), c, acc)
     return acc
 
 

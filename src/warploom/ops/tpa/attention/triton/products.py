@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from warploom.device.packed import is_in_sequence
-from warploom.device.product import add_outside, exact_dot, rounded
+from warploom.device.product import add_outside, exact_dot, round_to
 from warploom.ops.tpa.triton.factors import Features, FeatureStrides, HeadStrides
 
 TERMS = tl.constexpr(16)
@@ -133,7 +133,7 @@ def form(
             features = tl.load(feature_ptrs(b, strides.b, batch, n, r, f, X), mask=mask, other=0.0)
             tile = exact_dot(rows, features, tile)
     mask = is_head[:, None] & is_feature[None, :]
-    tl.store(feature_ptrs(x, strides.x, batch, n, h, f, X), rounded(tile * scale, x.dtype.element_ty), mask=mask)
+    tl.store(feature_ptrs(x, strides.x, batch, n, h, f, X), round_to(tile * scale, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -189,10 +189,10 @@ def form_gradients(
             change = exact_dot(gradient, tl.trans(features), tl.zeros((BLOCK_H, BLOCK_R), tl.float32)) * scale
         ptrs = head_ptrs(operand.da, strides.da, batch, n, h, r)
         pairs = is_head[:, None] & is_rank[None, :]
-        tl.store(ptrs, rounded(change, operand.da.dtype.element_ty), mask=pairs)
+        tl.store(ptrs, round_to(change, operand.da.dtype.element_ty), mask=pairs)
     mask = is_rank[:, None] & is_feature[None, :]
     ptrs = feature_ptrs(operand.db, strides.db, batch, n, r, f, X)
-    tl.store(ptrs, rounded(total * scale, operand.db.dtype.element_ty), mask=mask)
+    tl.store(ptrs, round_to(total * scale, operand.db.dtype.element_ty), mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from warploom.device.online_softmax import exp, finite_max, join_maxima
-from warploom.device.product import add_outside, dot, exact_dot, rounded
+from warploom.device.product import add_outside, dot, exact_dot, round_to
 from warploom.ops.tpa.decode.triton.sums import product_by_itself, sum_of_pairs
 from warploom.ops.tpa.triton.factors import FeatureStrides, HeadStrides
 
@@ -299,7 +299,7 @@ def query_tile(
                 q = exact_dot(a, b, q)
             else:  # rows of the others are zero, which times NaN is NaN
                 q = tl.where((rows.n == token)[:, None], exact_dot(a, b, q), q)
-    return rounded(q * scale_q, bq.ptr.dtype.element_ty)
+    return round_to(q * scale_q, bq.ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -490,7 +490,7 @@ def decode_kernel(
             row_max = new_max
             v = feature_tile(v_features, start, end, V, TILE.BLOCK_M, TILE.BLOCK_RV, 0, V.BLOCK_F)
             a = head_tile(v_heads, start, h, key_mask, head_mask, A, V.R, TILE.BLOCK_M, TILE.BLOCK_RV)
-            w = rounded(spread(p, a, TILE.BLOCK_M, TILE.BLOCK_RV, ROWS), v.dtype)
+            w = round_to(spread(p, a, TILE.BLOCK_M, TILE.BLOCK_RV, ROWS), v.dtype)
             acc = acc * rescale
             if tail == 1:
                 key = start + tl.arange(0, TILE.BLOCK_M * TILE.BLOCK_RV) // TILE.BLOCK_RV
@@ -532,7 +532,7 @@ def decode_kernel(
             + (batch.to(tl.int64) * strides.out.b + n.to(tl.int64) * strides.out.n + h * strides.out.r)[None, :]
             + e * strides.out.f
         )
-        result = rounded(finish(softmax, scales.v), out.dtype.element_ty)
+        result = round_to(finish(softmax, scales.v), out.dtype.element_ty)
         tl.store(ptrs, result, mask=row_mask[None, :] & (e < V.F))
     else:
         part = batch.to(tl.int64) * splits + split
@@ -578,4 +578,4 @@ def combine_kernel(
     n = row // H
     h = row % H
     ptrs = out + batch.to(tl.int64) * out_strides.b + (n * out_strides.n + h * out_strides.r) + e * out_strides.f
-    tl.store(ptrs, rounded(finish(softmax, scale_v), out.dtype.element_ty), mask=mask & (e < E))
+    tl.store(ptrs, round_to(finish(softmax, scale_v), out.dtype.element_ty), mask=mask & (e < E))
