@@ -79,8 +79,8 @@ def test_packed(window: tuple[int | None, int | None], device: torch.device) -> 
     q, k, v, grad = drawn(device, *[(19, 2, 16)] * 4)
     bounds = torch.tensor([0, 5, 19], dtype=torch.int32, device=device)
     sides = {"window_size_left": window[0], "window_size_right": window[1]}
-    out, lse, *rest = sdpa._packed(q, k, v, bounds, bounds, 14, 14, 0.0, True, False, **sides)
-    found = sdpa._packed_backward(
+    out, lse, *rest = sdpa._attend_packed(q, k, v, bounds, bounds, 14, 14, 0.0, True, False, **sides)
+    found = sdpa._attend_packed_backward(
         grad, q, k, v, out, lse, bounds, bounds, 14, 14, 0.0, True, *rest[:2], **sides
     )  # fmt: skip
     assert lse.shape == (2, 19)
@@ -105,7 +105,7 @@ def test_what_the_kernels_do_not_take_is_pytorchs(device: torch.device) -> None:
     assert sdpa._dense(wide, wide, wide) is None
     packed = (q, q, q, None, None, 8, 8, 0.0, False, False)
     for name in ("seqused_k", "alibi_slopes", "block_table"):
-        assert sdpa._packed(*packed, **{name: torch.ones(1, device=device)}) is None
+        assert sdpa._attend_packed(*packed, **{name: torch.ones(1, device=device)}) is None
     with pytest.raises(BackendError, match="no flash attention of its own"):
         sdpa._prefer(lambda *_: None, None)(None)
 
