@@ -96,6 +96,7 @@ def test_every_argument_is_drawn(operator: str, calls: dict[str, list[Call]]) ->
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_optional_arguments_are_left_out_too(operator: str, calls: dict[str, list[Call]]) -> None:
     required = {"x", "theta", "q", "k", "v", "qkv", "heads", "ak", "av", "bq", "bk", "bv", "backend", "activation"}
+    required |= {"beta", "weight"}
     given = Counter(name for call in calls[operator] for name in (*call.arrays, *call.options))
     always = {name for name, count in given.items() if count == len(calls[operator])}
     assert always <= required | ({"scale"} if operator == "rotary_attention" else set())
@@ -352,7 +353,12 @@ def test_other_bits_in_a_batch_are_found_on_the_kernels(
         return torch.nextafter(out, torch.full_like(out, torch.inf)) if len(out) > 1 else out
 
     plant(monkeypatch, drift)
-    sizes = {"tpa_decode": {"M": 7, "D": 8}, "linear_attention": {"N": 7, "angles": 8, "decay": "token"}}[operator]
+    sizes = {
+        "tpa_decode": {"M": 7, "D": 8},
+        "linear_attention": {"N": 7, "angles": 8, "decay": "token"},
+        "delta_attention": {"N": 7, "D": 8, "decay": "feature"},
+        "short_convolution": {"N": 7, "C": 8, "bias": True},
+    }[operator]
     call = make_call(operator, Choices(given={"B": 3, "backend": backend, **sizes}))
     assert call.options["backend"] == backend
     _, faults = run_calls([call], CPU, None)

@@ -45,8 +45,8 @@ class Array:
     memory: Memory
     values: str = "normal"
     """``normal``; ``frequencies`` (geometric, from 1 downwards); ``uniform`` from -1 to 1; ``even`` from 0.05 to 1;
-    ``zeros``; ``decays``, frequencies of which some are as strong as any, or ``infinite``; ``integers`` between
-    bounds; or ``numbers``."""
+    ``shares`` from 0 to 1; ``zeros``; ``decays``, frequencies of which some are as strong as any, or ``infinite``;
+    ``integers`` between bounds; or ``numbers``."""
     scale: float = 1.0
     """Factor of floating numbers."""
     numbers: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Array:
             numbers = numbers * 2 - 1
         elif self.values == "even":
             numbers = 0.05 + 0.95 * numbers
-        elif self.values != "normal":
+        elif self.values not in ("normal", "shares"):
             numbers = 10000.0 ** (-torch.arange(shape[-1]) / max(shape[-1], 1)) * (1 + 0.1 * numbers)
         numbers = numbers * self.scale
         if self.values in ("decays", "infinite"):

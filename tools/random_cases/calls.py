@@ -38,9 +38,13 @@ POSITIONAL = {
     "lrpe_cosine": 2,
     "flash_attention": 3,
     "linear_attention": 3,
+    "delta_attention": 4,
+    "short_convolution": 2,
     "rotary_attention": 2,
 }
 """Arguments that may be given without a name, where these are not six."""
+WITH_STATES = ("linear_attention", "delta_attention", "short_convolution")
+"""Operators whose second result is a state."""
 DEGENERATE = (1.0, 1.0, 1.0, 0.0, 1e-30, 1e-6, 1e-3, 30.0, 1e4)
 """Sizes of tensors in a degenerate call."""
 FARTHEST = 2**24
@@ -104,7 +108,7 @@ class Call:
 
     def name_of(self, index: int) -> str:
         """Returns what a result is called: an output, or the gradient of an argument."""
-        outputs = ("output", "state" if self.operator == "linear_attention" else "lse")[: len(self.outputs)]
+        outputs = ("output", "state" if self.operator in WITH_STATES else "lse")[: len(self.outputs)]
         return outputs[index] if index < len(outputs) else f"gradient of {self.wanted[index - len(outputs)]}"
 
 
@@ -236,7 +240,7 @@ class _Draft:
 
     def new_array(self, name: str, shape: _Shape, dtype: str, scale: float = 1.0, **more: Any) -> Array:
         """Returns a tensor, which may be huge or tiny in a degenerate call."""
-        if self.numbers == "degenerate" and "float" in dtype:
+        if self.numbers == "degenerate" and "float" in dtype and more.get("values") != "shares":
             scale *= min(self.choice(f"{name}.size", DEGENERATE), 30.0 if dtype == "float16" else math.inf)
         # Tokens or features that are equal let terms of a gradient cancel; batch entries and heads do not.
         free = self.constant or self.numbers != "equal" or name.startswith("gradient") or "float" not in dtype
@@ -491,6 +495,74 @@ def _linear_attention(draft: _Draft) -> None:
     draft.backend(max(state[2], values) > 256)
 
 
+def _delta_attention(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    encoding = draft.choice("encoding", ("none", "none", "rotate"), compiled=1)
+    where = draft.choice("positions", ("offset", "offset", "offset tensor", "cu_seqlens"), compiled=1)
+    batch = 1 if where == "cu_seqlens" else draft.batch()
+    key_heads = draft.heads("Hk", 4, 1)
+    heads = key_heads * draft.groups()
+    wide = 40 if draft.dtype == "float64" or draft.flag("wide", 0.02, compiled=1) else 0
+    half = draft.features("D/2", 128 + wide // 2) if encoding == "rotate" else 0
+    features = 2 * half or draft.features("D", 256 + wide)
+    values = draft.values(features, 0.6, 256 + wide)
+    most = draft.elements(batch * heads * max(features, values))
+    if where == "cu_seqlens":  # the definition takes packed sequences as if each had all tokens
+        most = min(most, math.isqrt(draft.room("products", PRODUCTS, heads)))
+    tokens = draft.length("N", most)
+    # Keys of other lengths than one make a state grow, and huge ones would make it infinite.
+    normalize = draft.switch("normalize") or draft.numbers == "degenerate"
+    draft.options |= {"normalize": True} if normalize else {}
+    nan = draft.row_of_nan("q")
+    draft.array("q", (batch, tokens, key_heads, features), row_of_nan=nan)
+    length = 1.0 if normalize else float(f"{0.4 * features**-0.5:.2g}")
+    draft.array("k", (batch, tokens, key_heads, features), scale=length)
+    draft.array("v", (batch, tokens, heads, values))
+    draft.own_array("beta", (batch, tokens, heads), values="shares")
+    draft.scale("scale")
+    if encoding == "rotate":
+        draft.options["encoding"] = encoding
+        draft.theta(key_heads, half)
+        draft.switch("interleaved")
+    sequences = draft.places(where, batch, tokens)
+    decay = draft.choice("decay", (None, "head", "feature"), compiled=1)
+    if decay is not None:
+        strong = "infinite" if draft.numbers == "degenerate" else "decays"
+        kind = strong if draft.flag("decay.strong", 0.3) else "frequencies"
+        shape = (batch, tokens, heads) if decay == "head" else (batch, tokens, heads, features)
+        draft.own_array("decay", shape, values=kind, scale=-0.3)
+    draft.outputs.append((batch, tokens, heads, values))
+    state = (sequences, heads, features, values)
+    if draft.flag("initial_state", compiled=1):
+        draft.own_array("initial_state", state)
+    if draft.switch("return_state"):
+        draft.outputs.append(state)
+    draft.backend(max(features, values) > 256)
+
+
+def _short_convolution(draft: _Draft) -> None:
+    draft.draw_dtype("float64")
+    packed = draft.flag("packed", 0.3, compiled=1)
+    batch = 1 if packed else draft.batch()
+    sizes = (1, 2, 3, 7, 8, 16, 31, 64, 65, 130, 512, 1000)
+    channels = draft.number("C", sizes[: 7 if draft.small else None], 1, 10**5, 1)
+    taps = draft.number("K", (2, 3, 4, 4, 4, 5, 8, 9), 2, 100, 1, compiled=1)
+    tokens = draft.length("N", draft.elements(batch * channels))
+    draft.array("x", (batch, tokens, channels))
+    draft.own_array("weight", (channels, taps), scale=float(f"{taps**-0.5:.2g}"))
+    if draft.flag("bias", compiled=1):
+        draft.own_array("bias", (channels,))
+    draft.optional("activation", (None, "none", "silu", "silu"), compiled=1)
+    sequences = draft.packed("cu_seqlens", tokens, ("x",)) if packed else batch
+    draft.outputs.append((batch, tokens, channels))
+    state = (sequences, channels, taps - 1)
+    if draft.flag("initial_state", compiled=1):
+        draft.own_array("initial_state", state)
+    if draft.switch("return_state"):
+        draft.outputs.append(state)
+    draft.backend(taps > 8)
+
+
 def _factors(draft: _Draft, batch: int, tokens: int, keys: int, heads: int, features: int, most: int) -> None:
     """Draw the six factors, the scales and the backend; kernels take up to ``most`` features."""
     ranks: Sequence[int] = (1, 1, 1, 2, 2, 3) if draft.small else (*(1, 1, 1, 2, 2, 3, 4, 5, 8, 16) * 3, 17)
@@ -573,6 +645,8 @@ _MAKERS: dict[str, Callable[[_Draft], None]] = {
     "lrpe_cosine": lambda draft: _lrpe(draft, paired=False),
     "flash_attention": _flash_attention,
     "linear_attention": _linear_attention,
+    "delta_attention": _delta_attention,
+    "short_convolution": _short_convolution,
     "tpa_decode": _tpa_decode,
     "tpa_attention": _tpa_attention,
     "rotary_attention": _rotary_attention,

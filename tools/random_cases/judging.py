@@ -47,7 +47,7 @@ FACTORS = {"float64": 2.0**-40, "highest": 2.0**-24, "high": 2.0**-11, "float16"
 """Rounding of a factor of a product, by dtype or by precision; otherwise 2⁻⁹."""
 FLUSHED = 2.0**-112
 """Below it a result may be zero: flushed denormals are a documented limit."""
-INDEPENDENT_OF_BATCH = frozenset({"linear_attention", "tpa_decode"})
+INDEPENDENT_OF_BATCH = frozenset({"linear_attention", "delta_attention", "short_convolution", "tpa_decode"})
 """Operators that promise the same bits for a batch entry alone and in any batch."""
 LARGE = 2**18
 """Elements from which on results are compared where they are."""
@@ -161,7 +161,8 @@ class Prepared:
         """Returns the call with one entry of its batch alone, forward."""
         alone = copy.copy(self)
         tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
-        shared = [name for name, x in tensors.items() if name == "theta" or x.dim() < 1 + (name == "decay")]
+        whole = ("theta", "weight", "bias")
+        shared = [name for name, x in tensors.items() if name in whole or x.dim() < 1 + (name == "decay")]
         parts = {name: x if name in shared else x[index : index + 1] for name, x in tensors.items()}
         alone.arrays = {name: replace(self.arrays[name], tensor=part) for name, part in parts.items()}
         alone.gradients, alone.alone = [], True
@@ -349,7 +350,8 @@ def _check_form(call: Call, outputs: Sequence[Tensor]) -> None:
     out, wanted = outputs[0], call.recorded and any(array.grad for array in call.arrays.values())
     if out.requires_grad != wanted:
         raise Failure("requires_grad output", f"is {out.requires_grad}, expected {wanted}")
-    like = next(call.arrays[name] for name in ("x", "q", "qkv", "aq", "bq") if name in call.arrays)
+    names = ("v",) if call.operator == "delta_attention" else ("x", "q", "qkv", "aq", "bq")
+    like = next(call.arrays[name] for name in names if name in call.arrays)
     if out.dim() != len(like.shape) or out.numel() == 0 or "out" in call.options:
         return
     axes = [axis for axis in range(out.dim()) if out.shape[axis] > 1]

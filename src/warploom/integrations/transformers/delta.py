@@ -127,7 +127,7 @@ def patch_delta(model: torch.nn.Module) -> int:
         ```
     """
     layers = [layer for layer in model.modules() if not is_patched(layer) and _names_of(type(layer)) & {*RULES}]
-    kinds = {type(layer): _patched(type(layer)) for layer in layers}
+    kinds: dict[Any, Any] = {kind: _patched(kind) for kind in map(type, layers)}
     for layer in layers:
         layer.__class__ = kinds[type(layer)]
     return sum(map(is_patched, model.modules()))

@@ -131,7 +131,7 @@ def _in_chunks(
     tokens = v.shape[2]
     # An exported program is for lengths that are not known yet: a loop over chunks would be for one of them.
     exporting = torch.compiler.is_exporting()
-    count, size = (1, tokens) if exporting or tokens == 1 else ((tokens + CHUNK - 1) // CHUNK, CHUNK)
+    count, size = (1, tokens) if exporting or tokens == 1 else (max((tokens + CHUNK - 1) // CHUNK, 1), CHUNK)
     padding = count * size - tokens
     q, k, v, beta, g = (
         (x if exporting else torch.nn.functional.pad(x, (0, 0, 0, padding))).unflatten(2, (count, size))
@@ -145,7 +145,7 @@ def _in_chunks(
         update = _factor(corrected - predicted @ before, factors)
         outs.append(from_start @ before + scores @ update)
         state = kept[..., None] * state + until_end.mT @ update
-    out = torch.cat(outs, 2) if outs else v.flatten(2, 3)
+    out = torch.cat(outs, 2)
     return out if exporting else out[:, :, :tokens], state
 
 

@@ -50,7 +50,7 @@ def _of_sequences(rows: Tensor, state: Tensor, bounds: Tensor) -> tuple[list[Ten
     """Returns the inputs (1, N, C) of each tap, and the last states (S, K − 1, C), of packed rows (N, C)."""
     sequences, before, _ = state.shape
     place = torch.arange(rows.shape[0], device=rows.device)
-    own = torch.searchsorted(bounds[1:], place, right=True)
+    own = torch.searchsorted(bounds[1:].contiguous(), place, right=True)
     inside = own < sequences
     own = own.clamp(max=sequences - 1)
     start = bounds[own]
@@ -63,6 +63,6 @@ def _of_sequences(rows: Tensor, state: Tensor, bounds: Tensor) -> tuple[list[Ten
 def _take(rows: Tensor, state: Tensor, own: Tensor, start: Tensor, place: Tensor, inside: Tensor) -> Tensor:
     """Returns the inputs at places among packed rows, from the state of its own sequence before its start."""
     earlier = (place - start).clamp(-state.shape[1], -1)
-    found = rows[place.clamp(min=0)] if rows.shape[0] else rows.new_zeros((*place.shape, rows.shape[1]))
+    found = torch.nn.functional.pad(rows, (0, 0, 0, 1))[place.clamp(min=0)]  # a row to read where there is none
     found = torch.where((place < start)[..., None], state[own, earlier], found)
     return found.masked_fill(~inside[..., None], 0.0)
