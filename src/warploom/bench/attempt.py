@@ -56,6 +56,6 @@ def attempt(name: str, call: Callable[[], T]) -> T | Failure:
     return Failure("oom" if "DefaultCPUAllocator: can't allocate memory" in reason else "error", reason)
 
 
-def _one_line(text: str, longest: int = 500) -> str:
+def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    return line if len(line) <= 500 else line[:499] + "…"

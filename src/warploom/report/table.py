@@ -132,7 +132,7 @@ def _is_number(words: str) -> bool:
     return words.replace(".", "", 1).isdigit()
 
 
-def _fold(name: str, longest: int = 11) -> str:
+def _fold(name: str) -> str:
     """Returns a column's name, broken before its last word if it is long."""
     start, gap, end = name.rpartition(" " if " " in name else "_")
-    return f"{start}{gap.strip()}\n{end}" if gap and len(name) > longest else name
+    return f"{start}{gap.strip()}\n{end}" if gap and len(name) > 11 else name

@@ -88,11 +88,6 @@ def state_strides(state: State) -> StateStrides:
     return StateStrides(*(state.stride() if isinstance(state, Tensor) else state.stride))
 
 
-def row_strides(rows: Tensor) -> Layout:
-    """Returns the layout of rows."""
-    return layout_of_entries(Strides, rows)
-
-
 def arguments_of(
     call: DeltaCall, layout: Layout, kernel: str, *, encoding: bool = False, heads: int | None = None
 ) -> tuple[DeltaTile, dict[str, Any]]:
