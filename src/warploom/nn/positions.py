@@ -176,21 +176,21 @@ class RotaryEmbedding(_Frequencies):
         scaling: Scaling | None = None,
         length: int | None = None,
     ) -> None:
-        turning = head_dim if rotary_dim is None else rotary_dim
-        check_ints("RotaryEmbedding", head_dim=head_dim, rotary_dim=turning)
+        rotary = head_dim if rotary_dim is None else rotary_dim
+        check_ints("RotaryEmbedding", head_dim=head_dim, rotary_dim=rotary)
         if head_dim < 2 or head_dim % 2:
             raise fault(ArgumentError, "RotaryEmbedding", "head_dim", "even and positive", head_dim)
-        if turning % 2 or not 2 <= turning <= head_dim:
-            raise fault(ArgumentError, "RotaryEmbedding", "rotary_dim", f"even, 2 … {head_dim}", turning)
+        if rotary % 2 or not 2 <= rotary <= head_dim:
+            raise fault(ArgumentError, "RotaryEmbedding", "rotary_dim", f"even, 2 … {head_dim}", rotary)
         if scaling is not None:
-            check_scaling("RotaryEmbedding", scaling, turning // 2)
+            check_scaling("RotaryEmbedding", scaling, rotary // 2)
         given = None if scaling is None else scaling.get("rope_theta")
         if None is not base != given is not None:
             raise fault(ArgumentError, "RotaryEmbedding", "base", f"left out, or rope_theta = {given}", base)
         base = 10000.0 if base is None else base
         self.scaling, self.length, self.attention_factor = dict(scaling or {}), length, 1.0
-        super().__init__(1, turning // 2, base if given is None else given, learnable, scaling is not None)
-        self.head_dim, self.rotary_dim = head_dim, turning
+        super().__init__(1, rotary // 2, base if given is None else given, learnable, scaling is not None)
+        self.head_dim, self.rotary_dim = head_dim, rotary
         self.interleaved = interleaved
 
     def _compute_initial(self) -> Tensor:

@@ -87,8 +87,8 @@ def scale_frequencies(scaling: Scaling, base: float, features: int, length: int 
     if kind == "linear":
         return theta / factor, 1.0
     if kind == "proportional":
-        turning = int((scaling.get("partial_rotary_factor") or 1.0) * features)
-        return torch.where(torch.arange(features) < turning, theta / factor, 0.0), 1.0
+        rotary = int((scaling.get("partial_rotary_factor") or 1.0) * features)
+        return torch.where(torch.arange(features) < rotary, theta / factor, 0.0), 1.0
     if kind == "dynamic":
         return _dynamic(scaling, base, features, length), 1.0
     if kind == "llama3":

@@ -220,7 +220,7 @@ class LinearBackward(NamedTuple):
     key: ProductPlan | None
     value: ProductPlan | None
     pair: Launch | None  # gradients of keys and values by one kernel
-    turned: tuple[bool, bool] | None
+    rotated: tuple[bool, bool] | None
     """Two flags: a kernel of LRPE forms the gradients of queries, and of keys, from those of encoded rows."""
     decays: DecayGradient | None
     theta_sums: ThetaSums | None
@@ -265,8 +265,8 @@ def backward(
         plan.value(k, q, grad, None, dv, behind, own, None, places)
     if plan.pair is not None:
         plan.pair(q, k, v, grad, dk, dv, behind, own, *places)
-    if plan.turned is not None:
-        dtheta = _turn_back(((q, dq), (k, dk)), plan.turned, inputs, options, offset, wanted[3], plans)
+    if plan.rotated is not None:
+        dtheta = _rotate_back(((q, dq), (k, dk)), plan.rotated, inputs, options, offset, wanted[3], plans)
     if plan.theta_sums is not None and partial is not None and theta is not None:
         dtheta = plan.theta_sums.reduce(partial, theta)
     if plan.decays is not None and decay is not None:
@@ -278,7 +278,7 @@ def backward(
     return dq, dk, dv, dtheta, ddecay, first if wanted[5] else None
 
 
-def _turn_back(
+def _rotate_back(
     rows: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[bool], inputs: LinearInputs, options: LinearOptions,
     offset: int, of_theta: bool, plans: Plans,
 ) -> Tensor | None:  # fmt: skip
@@ -286,12 +286,12 @@ def _turn_back(
 
     ``rows`` are pairs of what was encoded and these gradients.
     """
-    turns = LrpeOptions(kind=options.kind, activation=options.activation)
+    encoding = LrpeOptions(kind=options.kind, activation=options.activation)
     dtheta: Tensor | None = None
     for (x, gradient), wants in zip(rows, wanted):
         if wants and inputs.theta is not None:
             encoded = LrpeInputs(x, inputs.theta, offsets=inputs.offsets)
-            part = lrpe.backward(gradient, encoded, offset, turns, of_theta, plans, gradient)[1]
+            part = lrpe.backward(gradient, encoded, offset, encoding, of_theta, plans, gradient)[1]
             dtheta = part if dtheta is None or part is None else dtheta + part
     return dtheta
 
@@ -331,14 +331,16 @@ def plan_backward(
     # rotations back in place then; two gradients of theta are added up in its dtype, for which 16 bits are too few.
     needs_rows = of_theta or options.activation != "none"
     coarse = of_theta and theta is not None and theta.dtype.itemsize < 4
-    turned = needs_rows and options.kind == "rotate" and not coarse
-    fits = aligned and options.causal and (turned or not needs_rows)
+    rotated = needs_rows and options.kind == "rotate" and not coarse
+    fits = aligned and options.causal and (rotated or not needs_rows)
     on_hopper = fits and hopper.suits(call, q, k, v, grad, dq, dk, dv)
 
     def plan(rows: ProductRows, initial: State, final: Buffer | None, decoded: bool, reverse: bool) -> ProductPlan:
         if on_hopper:
-            four, turns = (rows.a, rows.b, rows.c, rows.out), not turned
-            launch = hopper.plan_product(call, four, initial, final, decoded=decoded, reverse=reverse, turns=turns)
+            four, rotates_back = (rows.a, rows.b, rows.c, rows.out), not rotated
+            launch = hopper.plan_product(
+                call, four, initial, final, decoded=decoded, reverse=reverse, rotates_back=rotates_back
+            )
         else:
             launch = plan_product(call, rows, initial, final, decoded=decoded, reverse=reverse)
         return ProductPlan(launch, on_hopper)
@@ -347,7 +349,7 @@ def plan_backward(
         query = plan(ProductRows(grad, v, k, q, dq), before, None, True, False)
     if on_hopper and options.kind != "cosine":
         if wants_k or wants_v:
-            pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own, not turned)
+            pair = hopper.plan_keys(call, (q, k, v, grad, dk, dv), behind, own, not rotated)
     else:
         if wants_k:
             key = plan(ProductRows(v, grad, q, k, dk), behind, None, True, True)
@@ -358,8 +360,8 @@ def plan_backward(
     if of_theta and theta is not None and not on_hopper:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else call.heads)
         sums = ThetaSums.of(parts, theta, call.features, 1)
-    turned_rows = (wants_q, wants_k) if on_hopper and turned else None
+    rotated_rows = (wants_q, wants_k) if on_hopper and rotated else None
     outs = Buffer.like(dq), Buffer.like(dk), Buffer.like(dv)
     return LinearBackward(
-        *outs, first, last, forward, reverse, query, key, value, pair, turned_rows, decays, sums
+        *outs, first, last, forward, reverse, query, key, value, pair, rotated_rows, decays, sums
     )  # fmt: skip

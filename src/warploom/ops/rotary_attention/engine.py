@@ -26,7 +26,7 @@ class RotaryResults(NamedTuple):
     """Results of a forward."""
 
     out: Tensor  # (B, N, H, D)
-    turned: Tensor  # rotated queries and keys (B, N, H + Hkv, D)
+    rotated: Tensor  # rotated queries and keys (B, N, H + Hkv, D)
     statistics: Tensor  # attention's
 
 
@@ -37,10 +37,10 @@ def forward(inputs: RotaryInputs, options: RotaryOptions, known: Plans) -> Rotar
         return plan(inputs)
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     qk, v = split_values(inputs.qkv, options.heads)
-    turned = lrpe.forward(LrpeInputs(qk, inputs.theta), 0, LrpeOptions(kind=options.kind), of_positions)
-    q, k = split_keys(turned, options.heads)
+    rotated = lrpe.forward(LrpeInputs(qk, inputs.theta), 0, LrpeOptions(kind=options.kind), of_positions)
+    q, k = split_keys(rotated, options.heads)
     out, _, statistics = attention.forward(q, k, v, _CAUSAL, options.scale, None, of_attention)
-    return RotaryResults(out, turned, statistics)
+    return RotaryResults(out, rotated, statistics)
 
 
 def backward(
@@ -48,18 +48,18 @@ def backward(
     known: Plans,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the gradients of ``qkv`` and, where it is asked for, of ``theta``."""
-    (qkv, theta), (out, turned, statistics), heads = inputs, results, options.heads
+    (qkv, theta), (out, rotated, statistics), heads = inputs, results, options.heads
     if not theta_gradient:
         # Strides, because what autograd saved may come back with others: from the host's memory, for one.
-        key = (grad.dtype, grad.stride(), out.stride(), turned.stride())
+        key = (grad.dtype, grad.stride(), out.stride(), rotated.stride())
         plan = known.get(key, plan_backward, grad, inputs, results, options)
-        if plan and are_aligned(grad, qkv, turned):
+        if plan and are_aligned(grad, qkv, rotated):
             return plan(grad, inputs, results), None
     of_positions, of_attention = known.get("positions", Plans), known.get("attention", Plans)
     dqkv = known.get("gradient", _like, qkv).empty(qkv)
     dqk, dv = split_values(dqkv, heads)
     qk, v = split_values(qkv, heads)
-    (q, k), (dq, dk) = split_keys(turned, heads), split_keys(dqk, heads)
+    (q, k), (dq, dk) = split_keys(rotated, heads), split_keys(dqk, heads)
     attention.backward(
         grad, None, q, k, v, out, statistics, _CAUSAL, options.scale, None, of_attention, (dq, dk, dv)
     )
@@ -92,25 +92,25 @@ class Part(NamedTuple):
 class _ForwardPlan(NamedTuple):
     """Plan of a forward, where attention is one launch of the kernel for Hopper."""
 
-    turned: Buffer
+    rotated: Buffer
     out: Buffer
     lse: Buffer
     statistics: Buffer
-    turn: Launch
+    rotate: Launch
     attend: attention.HopperForward
-    k: Part  # of the turned
+    k: Part  # of the rotated
     v: Part  # of qkv
 
     def __call__(self, inputs: RotaryInputs) -> RotaryResults:
         qkv, theta = inputs
-        turned, out = self.turned.empty(qkv), self.out.empty(qkv)
+        rotated, out = self.rotated.empty(qkv), self.out.empty(qkv)
         lse, statistics = self.lse.empty(qkv), self.statistics.empty(qkv)
         counters = attention.COUNTERS.empty(qkv)
-        self.turn(*LrpeInputs(qkv, theta), turned, 0, counters)
-        k, v = view(turned, *self.k), view(qkv, *self.v)
-        given = attention.ForwardInputs(turned, k, v, _CAUSAL, None, counters)
+        self.rotate(*LrpeInputs(qkv, theta), rotated, 0, counters)
+        k, v = view(rotated, *self.k), view(qkv, *self.v)
+        given = attention.ForwardInputs(rotated, k, v, _CAUSAL, None, counters)
         self.attend(given, out, lse, statistics)
-        return RotaryResults(out, turned, statistics)
+        return RotaryResults(out, rotated, statistics)
 
 
 def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan | Literal[False]:
@@ -119,18 +119,18 @@ def plan_forward(inputs: RotaryInputs, options: RotaryOptions) -> _ForwardPlan |
     if qkv.dtype == torch.float32 or qkv.numel() == 0:
         return False
     qk, v = split_values(qkv, heads)
-    turned = empty_in_order_of(qk, qk.shape[-1])
-    q, k = split_keys(turned, heads)
+    rotated = empty_in_order_of(qk, qk.shape[-1])
+    q, k = split_keys(rotated, heads)
     encoding = LrpeOptions(kind=options.kind)
-    turn = lrpe.plan_forward(LrpeInputs(qk, theta), encoding, rotate_kernel, ("counters",))
+    rotate = lrpe.plan_forward(LrpeInputs(qk, theta), encoding, rotate_kernel, ("counters",))
     attend = attention.plan_forward(q, k, v, _CAUSAL, options.scale, "highest", True)
-    parts = Part.of(k, turned), Part.of(v, qkv)
+    parts = Part.of(k, rotated), Part.of(v, qkv)
     if not isinstance(attend.variant, attention.HopperForward):
         return False
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
     return _ForwardPlan(
-        turn.result, attend.out, attend.lse, attend.statistics, turn.launch, attend.variant, *parts
+        rotate.result, attend.out, attend.lse, attend.statistics, rotate.launch, attend.variant, *parts
     )  # fmt: skip
 
 
@@ -139,19 +139,19 @@ class _BackwardPlan(NamedTuple):
 
     gradient: Buffer  # of qkv
     attend: attention.SeparateBackward | attention.FusedBackward
-    turn: Launch
-    k: Part  # of the turned
+    rotate: Launch
+    k: Part  # of the rotated
     v: Part  # of qkv
     dk: Part  # of qkv's gradient
     dv: Part
 
     def __call__(self, grad: Tensor, inputs: RotaryInputs, results: RotaryResults) -> Tensor:
-        (qkv, theta), (out, turned, statistics) = inputs, results
+        (qkv, theta), (out, rotated, statistics) = inputs, results
         dqkv = self.gradient.empty(qkv)
-        k, v, dk, dv = view(turned, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
-        given = attention.BackwardInputs(grad, None, turned, k, v, out, statistics, _CAUSAL)
+        k, v, dk, dv = view(rotated, *self.k), view(qkv, *self.v), view(dqkv, *self.dk), view(dqkv, *self.dv)
+        given = attention.BackwardInputs(grad, None, rotated, k, v, out, statistics, _CAUSAL)
         self.attend(given, (dqkv, dk, dv))
-        self.turn(*LrpeInputs(qkv, theta), dqkv, dqkv, None, 0)
+        self.rotate(*LrpeInputs(qkv, theta), dqkv, dqkv, None, 0)
         return dqkv
 
 
@@ -159,10 +159,10 @@ def plan_backward(
     grad: Tensor, inputs: RotaryInputs, results: RotaryResults, options: RotaryOptions
 ) -> _BackwardPlan | Literal[False]:
     """Plans a backward without theta's gradient, if it is one of those."""
-    (qkv, theta), turned, heads = inputs, results.turned, options.heads
+    (qkv, theta), rotated, heads = inputs, results.rotated, options.heads
     if qkv.dtype == torch.float32 or qkv.numel() == 0:
         return False
-    (qk, v), (q, k) = split_values(qkv, heads), split_keys(turned, heads)
+    (qk, v), (q, k) = split_values(qkv, heads), split_keys(rotated, heads)
     dqkv = empty_in_order_of(qkv, qkv.shape[-1])
     dqk, dv = split_values(dqkv, heads)
     dq, dk = split_keys(dqk, heads)
@@ -174,8 +174,8 @@ def plan_backward(
             return False
     elif not isinstance(attend, attention.FusedBackward):
         return False
-    parts = Part.of(k, turned), Part.of(v, qkv), Part.of(dk, dqkv), Part.of(dv, dqkv)
+    parts = Part.of(k, rotated), Part.of(v, qkv), Part.of(dk, dqkv), Part.of(dv, dqkv)
     if not all(part.is_aligned_in(qkv) for part in parts):
         return False
-    turn = lrpe.plan_backward(dqk, LrpeInputs(qk, theta), LrpeOptions(kind=options.kind), False, dqk)
-    return _BackwardPlan(Buffer.like(dqkv), attend, turn.launch, *parts)
+    rotate = lrpe.plan_backward(dqk, LrpeInputs(qk, theta), LrpeOptions(kind=options.kind), False, dqk)
+    return _BackwardPlan(Buffer.like(dqkv), attend, rotate.launch, *parts)

@@ -34,9 +34,9 @@ def _forward(inputs: RotaryInputs, _: int, options: RotaryOptions, plans: Plans)
 def _fake(inputs: RotaryInputs, options: RotaryOptions) -> Tensors:
     qkv = inputs.qkv
     batch, tokens, _, features = qkv.shape
-    turned = empty_in_order_of(split_values(qkv, options.heads)[0], features)
-    out = empty_in_order_of(split_keys(turned, options.heads)[0], features)
-    return out, turned, qkv.new_empty((2, batch, options.heads, tokens), dtype=torch.float32)
+    rotated = empty_in_order_of(split_values(qkv, options.heads)[0], features)
+    out = empty_in_order_of(split_keys(rotated, options.heads)[0], features)
+    return out, rotated, qkv.new_empty((2, batch, options.heads, tokens), dtype=torch.float32)
 
 
 def _save(
@@ -84,7 +84,7 @@ OPERATOR = CustomOperator(
     flops=_flops,
     gradient=Gradient(
         grad_outputs="Tensor grad",
-        saved="Tensor qkv, Tensor theta, Tensor out, Tensor turned, Tensor statistics",
+        saved="Tensor qkv, Tensor theta, Tensor out, Tensor rotated, Tensor statistics",
         num_gradients=2,
         save=_save,
         run=_backward,

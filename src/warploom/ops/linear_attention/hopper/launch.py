@@ -57,11 +57,11 @@ def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Buffer, reverse: b
 
 def plan_product(
     call: LinearCall, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool,
-    reverse: bool = False, turns: bool = True,
+    reverse: bool = False, rotates_back: bool = True,
 ) -> Launch:  # fmt: skip
     """Plans a product over (a, b, c, out), see `triton.product`; backwards for ``cosine`` alone.
 
-    ``turns``: whether rotated rows' gradients are turned back, which LRPE's kernel may do.
+    ``rotates_back``: whether rotated rows' gradients are rotated back, which LRPE's kernel may do.
     """
     given = dict(zip(("a_desc", "b_desc", "c_desc", "out_desc"), tensors))
     if call.options.kind == "cosine" and not decoded and call.inputs.q.shape[3] == 128:
@@ -71,20 +71,22 @@ def plan_product(
         more = {"DECODED": decoded, "REVERSE": reverse}
         return _launch(hopper_cosine_kernel, call, "product", given, initial, final, reverse, **more)
     kernel = "decoded" if decoded else "product"
-    return _launch(hopper_product_kernel, call, kernel, given, initial, final, reverse, turns, DECODED=decoded)
+    return _launch(
+        hopper_product_kernel, call, kernel, given, initial, final, reverse, rotates_back, DECODED=decoded
+    )
 
 
 def plan_keys(
-    call: LinearCall, tensors: tuple[Tensor, ...], initial: State, final: State, turns: bool = True
+    call: LinearCall, tensors: tuple[Tensor, ...], initial: State, final: State, rotates_back: bool = True
 ) -> Launch:
-    """Plans the products over (q, k, v, grad, dk, dv), where φ has one part; ``turns`` as in `plan_product`."""
+    """Plans the products over (q, k, v, grad, dk, dv), where φ has one part; ``rotates_back`` as in `plan_product`."""
     given = dict(zip(("q_desc", "k_desc", "v_desc", "grad_desc", "dk_desc", "dv_desc"), tensors))
-    return _launch(hopper_key_kernel, call, "keys", given, initial, final, True, turns)
+    return _launch(hopper_key_kernel, call, "keys", given, initial, final, True, rotates_back)
 
 
 def _launch(
     function: Any, call: LinearCall, kernel: str, tensors: dict[str, Tensor], initial: State, final: State,
-    reverse: bool, turns: bool = True, **more: Any,
+    reverse: bool, rotates_back: bool = True, **more: Any,
 ) -> Launch:  # fmt: skip
     more |= {name: _boxes(x) for name, x in tensors.items()}
     return Launch(
@@ -96,7 +98,7 @@ def _launch(
         sizes=sizes_of(call, 1),
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
-        form=_form(call, kernel, turns),
+        form=_form(call, kernel, rotates_back),
         **more,
     )
 
@@ -106,12 +108,12 @@ def _boxes(x: Tensor) -> TmaTile:
     return TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, int(x.shape[3])))
 
 
-def _form(call: LinearCall, kernel: str, turns: bool = True) -> Form:
+def _form(call: LinearCall, kernel: str, rotates_back: bool = True) -> Form:
     """Returns what a kernel is compiled for."""
     theta, decay = call.inputs.theta, call.decay
     encoder = encoder_of(kernel, decay)
     if kernel == "parts" and decay == "head":  # which it treats as decays of tokens
         decay = "token"
-    groups = 2 if kernel == "decoded" and turns else 1  # elsewhere features of φ keep their order
+    groups = 2 if kernel == "decoded" and rotates_back else 1  # elsewhere features of φ keep their order
     frequencies = 0 if theta is None else int(theta.shape[-1])
-    return Form(call.options.kind, call.options.activation, decay, frequencies, groups, turns, *encoder)
+    return Form(call.options.kind, call.options.activation, decay, frequencies, groups, rotates_back, *encoder)
