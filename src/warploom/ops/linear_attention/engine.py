@@ -282,7 +282,7 @@ def _rotate_back(
     rows: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[bool], inputs: LinearInputs, options: LinearOptions,
     offset: int, of_theta: bool, plans: Plans,
 ) -> Tensor | None:  # fmt: skip
-    """Turn gradients of encoded rows into those of the rows, in place; returns theta's gradient if it is wanted.
+    """Rotate gradients of encoded rows back, in place; returns the gradient of theta if it is wanted.
 
     ``rows`` are pairs of what was encoded and these gradients.
     """
@@ -327,8 +327,8 @@ def plan_backward(
         behind = reverse.states if options.causal else first
     own = None if apart else first
     wants_v = of_v or own is not None
-    # With theta's gradient, or an activation, what was encoded is needed as it was before. LRPE's kernel turns
-    # rotations back in place then; two gradients of theta are added up in its dtype, for which 16 bits are too few.
+    # With theta's gradient, or an activation, what was encoded is needed as it was before. LRPE's kernel rotates
+    # back in place then; two gradients of theta are added up in its dtype, for which 16 bits are too few.
     needs_rows = of_theta or options.activation != "none"
     coarse = of_theta and theta is not None and theta.dtype.itemsize < 4
     rotated = needs_rows and options.kind == "rotate" and not coarse
