@@ -313,7 +313,9 @@ def parse(words: list[str] | None) -> argparse.Namespace:
         "--size", choices=(*SIZES, "sm", "md", "lg", "xl", "2.7B"), help="default: tiny, on a GPU small"
     )
     parser.add_argument("--context-length", type=int, help="tokens of a sequence (default: by size)")
-    parser.add_argument("--attention", choices=("flash", "sdpa", "plain", "tpa", "linear"), default="flash")
+    parser.add_argument(
+        "--attention", choices=("flash", "sdpa", "plain", "tpa", "linear", "delta"), default="flash"
+    )
     parser.add_argument("--position", choices=("rotate", "cosine", "none"), default="rotate")
     parser.add_argument("--steps", type=int, help="over which the rate falls (default: 400, on a GPU 2000)")
     parser.add_argument("--stop", type=int, help="end at this step, and leave the rest for another time")
