@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from flash_cases import backends
 
 import warploom
 from warploom import BlockMask, block_mask, flash_attention
@@ -151,6 +152,117 @@ def test_options_mean_what_they_say(options: dict[str, Any], backend: Any) -> No
         torch.testing.assert_close(found, expected.nan_to_num(0.0) if found is not results[0][1] else expected)
 
 
+def small_mask(*shape: int) -> torch.Tensor:
+    """A mask of several tiles whose second column of tiles sees nothing, and the first of the second row all."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.4
+    mask[..., 128:256] = False
+    mask[..., 128:, :128] = True
+    mask[..., 5, :] = False
+    return mask
+
+
+def random_bias(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+SLOPES = torch.tensor([[0.5, 0.25, 0.0, 2.0], [1.0, 0.125, -0.5, 0.25]])
+ON_KERNELS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "heads": (140, 270, {"mask": small_mask(2, 4, 140, 270), "causal": True}),
+    "all heads": (
+        140,
+        260,
+        {"mask": small_mask(1, 1, 140, 260), "window": (100, 9), "sink": SLOPES[0], "tiles": True},
+    ),
+    "entries": (
+        20,
+        270,
+        {"mask": small_mask(2, 1, 20, 270), "seqused_k": torch.tensor([265, 13]), "alibi": SLOPES},
+    ),
+    "bias": (33, 50, {"bias": random_bias(2, 50, 4, 33).permute(0, 2, 3, 1), "causal": True}),
+    "bias of keys": (70, 40, {"bias": random_bias(1, 1, 1, 40).masked_fill(torch.arange(40) % 3 == 0, -torch.inf)}),
+    "bias of heads": (
+        40,
+        33,
+        {"bias": random_bias(1, 4, 40, 33), "softcap": 2.0, "alibi": SLOPES[0], "scale": -0.3},
+    ),
+    "expanded": (
+        17,
+        140,
+        {"bias": random_bias(2, 1, 1, 1).expand(2, 1, 17, 140), "mask": small_mask(1, 4, 17, 140)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_KERNELS.values(), ids=ON_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@backends
+def test_kernels_agree_with_the_definition(
+    backend: Any, dtype: torch.dtype, case: tuple[int, int, dict[str, Any]], device: torch.device
+) -> None:
+    tokens, keys, options = case
+    results = []
+    for wide in (False, True):
+        tensors = [x.to(device).requires_grad_() for x in draw(dtype, tokens, keys)]
+        given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        if wide:
+            tensors = [x.detach().double().requires_grad_() for x in tensors]
+        wanted = list(tensors)
+        for name in ("bias", "sink"):
+            if name in given:
+                given[name] = (given[name].double() if wide else given[name]).detach().requires_grad_()
+                wanted.append(given[name])
+        out, lse = call(given, *tensors, backend="torch" if wide else backend)
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        grads = torch.autograd.grad(out.double().square().sum() + finite.double().cos().sum(), wanted)
+        results.append((out, lse, *grads))
+    for found, expected in zip(*results):
+        size = expected.detach().abs()
+        bound = (3e-2 if dtype == torch.bfloat16 else 2e-6) * float(size[size.isfinite()].max())
+        torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=bound)
+
+
+@backends
+def test_gradients_of_a_bias_have_the_same_bits_twice(backend: Any, device: torch.device) -> None:
+    q, k, v = (x.to(device) for x in draw(torch.float32, 40, 33))
+    bias = random_bias(1, 1, 40, 33).to(device).requires_grad_()
+    found = []
+    for _ in range(2):
+        out = flash_attention(q, k, v, bias=bias, causal=True, backend=backend)
+        found.append(torch.autograd.grad(out.sin().sum(), bias)[0])
+    assert torch.equal(*found)
+
+
+@backends
+def test_hidden_numbers_reach_nothing_on_kernels(backend: Any, device: torch.device) -> None:
+    """Keys and values that nothing sees, and queries that see nothing, in tiles that others see."""
+    mask = small_mask(1, 1, 40, 140).to(device)
+    mask[..., 20:31] = False
+    results = []
+    for poison in (0.0, torch.nan, torch.inf):
+        q, k, v = (x.to(device) for x in draw(torch.float32, 40, 140))
+        if poison:
+            q[:, 5], k[:, 20:25], v[:, 22:31] = poison, poison, poison
+        tensors = [x.requires_grad_() for x in (q, k, v)]
+        bias = torch.zeros(1, 1, 40, 140, device=device).masked_fill(~mask, poison or 1.0).requires_grad_()
+        out, lse = flash_attention(*tensors, mask=mask, bias=bias, return_lse=True, backend=backend)
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum(), [*tensors, bias])))
+    for found in results[1:]:
+        for each, expected in zip(found, results[0]):
+            torch.testing.assert_close(each, expected)
+
+
+@backends
+def test_nothing_to_attend_to(backend: Any, device: torch.device) -> None:
+    q = torch.randn(2, 0, 4, 16, device=device)
+    k = torch.randn(2, 5, 2, 16, device=device, requires_grad=True)
+    bias = torch.zeros(1, 1, 1, 5, device=device, requires_grad=True)
+    out = flash_attention(q, k, k, bias=bias, backend=backend)
+    out.sum().backward()
+    assert out.shape == (2, 0, 4, 16)
+    assert not k.grad.any()
+    assert not bias.grad.any()
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_rows_that_see_nothing_are_zero(backend: Any) -> None:
     q, k, v = draw(torch.float32)
@@ -234,3 +346,23 @@ def test_a_mask_is_pickled_and_moved() -> None:
     again = pickle.loads(pickle.dumps(made))
     assert isinstance(again.to("cpu"), BlockMask)
     assert torch.equal(again.dense(), MASK)
+
+
+@backends
+def test_masks_and_biases_are_compiled(backend: Any, device: torch.device, fresh_dynamo: None) -> None:
+    """Other sizes than the first are other graphs or the same, and give what eager calls do."""
+
+    def run(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
+        return flash_attention(q, k, v, mask=mask, bias=bias, causal=True, backend=backend)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for tokens, keys in ((40, 33), (50, 43)):
+        tensors = [x.to(device).requires_grad_() for x in draw(torch.float32, tokens, keys)]
+        bias = random_bias(1, 4, tokens, keys).to(device).requires_grad_()
+        dense = small_mask(1, 1, tokens, keys).to(device)
+        for mask in (dense, block_mask(dense)):
+            results = []
+            for function in (compiled, run):
+                out = function(*tensors, mask, bias)
+                results.append((out, *torch.autograd.grad(out.sin().sum(), [*tensors, bias])))
+            torch.testing.assert_close(*results)

@@ -91,6 +91,13 @@ def _attention(
     return {"q": q, "k": k, "v": v, "backend": "triton", **options}
 
 
+def _told(n: int, m: int) -> Inputs:
+    """Queries that a mask tells what to see, with a bias and slopes."""
+    mask = (torch.arange(n)[:, None] // 50 == torch.arange(m) // 50)[None, None]
+    bias = _random(1, 2, n, m, dtype=torch.float32)
+    return {**_attention(n, m, 4, 48, key_heads=2), "mask": mask, "bias": bias[:, :1], "alibi": torch.rand(4)}
+
+
 def _appended(page_size: int | None, dtype: torch.dtype = HALF) -> Inputs:
     """New tokens of three sequences, one of which has none, and queries to be rotated."""
     new = {name: _random(1, 33, heads, 48, dtype=dtype, grad=False) for name, heads in zip("qkv", (4, 2, 2))}
@@ -241,6 +248,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 300, "d": 128, "page": 128, "pages": 8}),
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
+        ("flash_attention", flash_attention, "told", _told, {"n": 140, "m": 270}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("rotary_attention", _rotary, "rotary", _projected, {"n": 140, "heads": 67, "d": 64}),

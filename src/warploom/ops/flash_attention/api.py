@@ -10,7 +10,7 @@ import torch
 from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.block_mask import BlockMask, block_mask
-from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO
+from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO, OPERATOR_TOLD
 from warploom.ops.flash_attention.validation import (
     NAME,
     Bits,
@@ -252,5 +252,5 @@ def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
-_function_told = Function(NAME, check_told, _run_told, OPERATOR, check_values=check_told_values)
+_function_told = Function(NAME, check_told, _run_told, OPERATOR_TOLD, check_values=check_told_values)
 _function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

@@ -191,6 +191,8 @@ def of_dense(mask: Tensor, compact: bool) -> BlockMask:
     have, and nothing is waited for, so that it can be traced and captured.
     """
     shape: Any = tuple(mask.shape)
+    if torch.compiler.is_compiling():  # sizes may not be known yet
+        return _of_chunks(shape, iter((mask,)), compact)
     rows = max(_CHUNK // (TILE * shape[0] * shape[1] * shape[3]), 1) * TILE
     return _of_chunks(shape, iter(mask.split(rows, 2)), compact)
 

@@ -15,10 +15,11 @@ from warploom.device.rows import Strides
 from warploom.ops.flash_attention import variants
 from warploom.ops.flash_attention.hopper import launch as hopper
 from warploom.ops.flash_attention.hopper import launch_varlen as varlen
-from warploom.ops.flash_attention.problem import Call, Shape
+from warploom.ops.flash_attention.problem import Call, Shape, Told
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
 from warploom.ops.flash_attention.triton import launch_small as small
+from warploom.ops.flash_attention.triton import launch_told
 from warploom.ops.flash_attention.triton.backward import (
     KeyParts,
     StatisticStrides,
@@ -257,6 +258,26 @@ def _split_forward(
 # ----------------------------------------------------------------------------------------------------------
 # Backward
 # ----------------------------------------------------------------------------------------------------------
+
+
+def plan_told_forward(call: Call, told: Told, tensors: ForwardTensors) -> variants.ToldForward:
+    """Returns the forward of a call that is told what to see: one kernel in Triton, on every GPU."""
+    note("forward", "ToldForward: masks, biases and slopes have kernels in Triton alone")
+    return variants.ToldForward(launch_told.plan_forward(call, told, *tensors))
+
+
+def plan_told_backward(
+    call: Call, told: Told, tensors: tuple[Tensor, ...], preprocess: variants.Preprocess, wants_bias: bool
+) -> variants.ToldBackward:
+    """Returns the backward of a call that is told what to see, on q, k, v and the output's gradient."""
+    note("backward", "ToldBackward: masks, biases and slopes have kernels in Triton alone")
+    return variants.ToldBackward(
+        preprocess,
+        call.dtype == torch.float32,
+        launch_told.plan_query(call, told, *tensors),
+        launch_told.plan_key(call, told, *tensors),
+        launch_told.plan_bias(call, told, told.bias, *tensors) if wants_bias and told.bias is not None else None,
+    )
 
 
 def plan_preprocess(call: Call, grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> variants.Preprocess:

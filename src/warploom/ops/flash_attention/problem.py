@@ -51,6 +51,29 @@ class Logits(NamedTuple):
 PLAIN = Logits()
 
 
+class Told(NamedTuple):
+    """A call's means, beside bounds, to say what is seen: a bias, slopes, and the tensors of a `BlockMask`."""
+
+    bias: Tensor | None = None  # (B|1, Hq|1, N|1, M)
+    alibi: Tensor | None = None  # (Hq,) or (B, Hq)
+    tiles: Tensor | None = None
+    row_counts: Tensor | None = None
+    row_tiles: Tensor | None = None
+    column_counts: Tensor | None = None
+    column_tiles: Tensor | None = None
+    bits: Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[Tensor | None, ...]:
+        """Arguments of kernels that own queries: with lists of columns."""
+        return self.tiles, self.row_counts, self.row_tiles, self.bits, self.bias, self.alibi
+
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """Arguments of kernels that own keys: with lists of rows."""
+        return self.tiles, self.column_counts, self.column_tiles, self.bits, self.bias, self.alibi
+
+
 class Shape(NamedTuple):
     """Sizes of a call."""
 

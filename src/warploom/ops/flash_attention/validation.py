@@ -257,7 +257,9 @@ def check_told(name: str, inputs: ToldInputs, options: tuple[Any, ...], number: 
         if alibi.requires_grad and torch.is_grad_enabled():
             expected = "without a gradient, which slopes do not have (a bias has one)"
             raise fault(ArgumentError, name, "alibi", expected, "a tensor that requires one")
-    return call._replace(unsupported=call.unsupported or "there are no kernels for masks, biases and slopes yet")
+    packed = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
+    limit = "packed sequences with a mask, a bias or slopes have no kernels" if packed else None
+    return call._replace(unsupported=call.unsupported or limit)
 
 
 def check_told_values(name: str, inputs: ToldInputs) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from warploom.ops.flash_attention.hopper.launch_varlen import CacheUnits, Copy, Spread
-from warploom.ops.flash_attention.problem import LOG2_E, MaskSpec
+from warploom.ops.flash_attention.problem import LOG2_E, MaskSpec, Told
 from warploom.ops.flash_attention.triton.launch import Terms
 from warploom.runtime.launch import Buffer, Launch
 
@@ -132,6 +132,16 @@ class TermsForward(NamedTuple):
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
         q, k, v = self.terms(inputs.q, inputs.k, inputs.v, None, into=self.terms.empty(out))
         self.inner(inputs._replace(q=q, k=k, v=v), out, lse, statistics)
+
+
+class ToldForward(NamedTuple):
+    """The Triton kernel for masks by tiles, biases and slopes."""
+
+    launch: Launch
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, told: Told) -> None:
+        q, k, v, mask, sink, _ = inputs
+        self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, *told.rows)
 
 
 class DecodeForward(NamedTuple):
@@ -264,6 +274,28 @@ class SmallBackward(NamedTuple):
         lse, delta, _, _ = self.preprocess(inputs)
         self.launch(inputs.q, inputs.k, inputs.v, inputs.grad, lse, delta, *gradients)
         return delta
+
+
+class ToldBackward(NamedTuple):
+    """The Triton kernels for masks by tiles, biases and slopes."""
+
+    preprocess: Preprocess
+    has_inverse: bool  # whether weights are formed without a logarithm
+    query: Launch
+    key: Launch
+    bias: Launch | None
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients, dbias: Tensor | None, told: Told) -> Tensor:
+        q, k, v, grad, used = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mask.seqused_k
+        inverse = self.preprocess.rows.empty(q) if self.has_inverse else None
+        numbers = self.preprocess(inputs, inverse)
+        rows = q, k, v, grad, numbers.lse, numbers.delta, inverse
+        dq, dk, dv = gradients
+        self.query(*rows, dq, used, *told.rows)
+        self.key(*rows, dk, dv, used, *told.columns)
+        if self.bias is not None:
+            self.bias(*rows, dbias, used, told.tiles, told.bits, told.bias, told.alibi)
+        return numbers.delta
 
 
 class TritonGradient(NamedTuple):

@@ -1,0 +1,508 @@
+"""Triton kernels of attention that is told what to see: masks by tiles, biases, slopes; forward and backward.
+
+They are the kernels of `forward` and `backward` with other loops: over the tiles that a row (or column) of a `BlockMask`
+lists, and over nothing else. Logits are formed by one function for all of them. It adds the slopes and the bias behind the
+cap, and hides keys by position, by a bias of −inf and, in tiles that see some of their keys, by bits.
+
+A tile of queries or keys is within one of 128, so a tile of the mask is some steps of a loop. Zeros stand for keys, values
+and queries that nothing in a tile sees or is seen by, so that NaN in them reaches nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from warploom.device.activations import LOG2_E, power_of_two, tanh
+from warploom.device.product import product, round_to
+from warploom.ops.flash_attention.triton.tiles import (
+    ForwardStrides,
+    Mask,
+    Sizes,
+    as_factor,
+    base_of,
+    load_tile,
+    store_tile,
+    tile_offsets,
+    used_keys,
+    visible,
+)
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class BiasStrides(NamedTuple):
+    """Strides of a bias (B, H, N, M), 0 where it is broadcast."""
+
+    b: tl.int64
+    h: tl.int64
+    n: tl.int64
+    m: tl.int64
+
+
+class ToldSizes(NamedTuple):
+    """Strides and sizes of what a call is told."""
+
+    mask_b: tl.int32  # rows of batch entries and heads of a mask from one entry to the next, 0 for one mask for all
+    mask_h: tl.int32
+    mask_rows: tl.int32  # of tiles
+    mask_columns: tl.int32
+    alibi_b: tl.int64
+    alibi_h: tl.int64
+    bias: BiasStrides
+    bias_batches: tl.int32  # batch entries of a bias
+    bias_heads: tl.int32
+    grad_scale: tl.float32  # of the gradients of queries and keys
+
+
+class ToldHead(NamedTuple):
+    """Mask, bias and slope of a head: pointers, a slope in powers of two, and strides."""
+
+    bias: tl.tensor | None
+    slope: tl.tensor | None
+    bits: tl.tensor | None
+    bias_n: tl.int64
+    bias_m: tl.int64
+
+
+@triton.jit
+def bias_of(bias, batch, head, sizes):
+    """Returns the address of a head's bias."""
+    if bias is not None:
+        bias += batch.to(tl.int64) * sizes.bias.b + head.to(tl.int64) * sizes.bias.h
+    return bias
+
+
+@triton.jit
+def slope_of(alibi, batch, head, sizes):
+    """Returns a head's slope, in powers of two."""
+    if alibi is not None:
+        alibi = tl.load(alibi + batch * sizes.alibi_b + head * sizes.alibi_h).to(tl.float32) * LOG2_E
+    return alibi
+
+
+@triton.jit
+def tell(products, query, key, slot, told, tokens, mask, scale, config: tl.constexpr):
+    """Returns logits (M, N) in powers of two, −inf where keys are hidden; which are seen; and what was capped, by the cap.
+
+    ``query`` (M,) and ``key`` (N,) are numbers of rows, ``slot`` is the entry of their tile, and None without a mask.
+    """
+    position = query + (mask.keys - tokens)  # the last query stands at the last key
+    capped = products * scale
+    logits = capped
+    if config.SOFTCAP is not None:
+        capped = tanh(capped)
+        logits = capped * config.SOFTCAP
+    seen = visible(position[:, None], key[None, :], mask, config) & (query < tokens)[:, None]
+    if told.slope is not None:
+        logits += told.slope * (key[None, :] - position[:, None]).to(tl.float32)
+    if told.bias is not None:
+        places = query.to(tl.int64)[:, None] * told.bias_n + key.to(tl.int64)[None, :] * told.bias_m
+        added = tl.load(told.bias + places, mask=seen, other=float("-inf")).to(tl.float32)
+        seen = seen & (added != float("-inf"))
+        logits += added * LOG2_E
+    if told.bits is not None:
+        row, column = query % 128, key % 128
+        places = slot.to(tl.int64) * 512 + row[:, None] * 4 + (column // 32)[None, :]
+        words = tl.load(told.bits + places, mask=seen & (slot >= 0), other=-1)
+        seen = seen & (((words >> (column % 32)[None, :]) & 1) != 0)
+    return tl.where(seen, logits, float("-inf")), seen, capped
+
+
+@triton.jit
+def some(seen, AXIS: tl.constexpr):
+    """Returns whether something is seen along an axis of a tile."""
+    return tl.max(seen.to(tl.int32), axis=AXIS) > 0
+
+
+@triton.jit
+def listed_within(listed, count, low, high):
+    """Returns the first and the end of those tiles of a list that have a row between ``low`` and ``high``."""
+    begin = count * 0
+    end = count
+    for first in range(0, count, 64):
+        place = first + tl.arange(0, 64)
+        there = place < count
+        tile = tl.load(listed + place, mask=there, other=0) * 128
+        begin += tl.sum((there & (tile + 128 <= low)).to(tl.int32), axis=0)
+        end -= tl.sum((there & (tile >= high)).to(tl.int32), axis=0)
+    return begin, tl.maximum(end, begin)
+
+
+@triton.jit
+def loop_of(listed, count, low, high, BLOCK: tl.constexpr):
+    """Returns the first and the last step of a loop over rows ``low … high``, in blocks, of all tiles or those listed."""
+    if listed is None:
+        begin, end = low // BLOCK, tl.cdiv(high, BLOCK)
+    else:
+        begin, end = listed_within(listed, tl.load(count), low, high)
+        begin *= 128 // BLOCK
+        end *= 128 // BLOCK
+    return begin, tl.maximum(end, begin)
+
+
+@triton.jit
+def step_of(listed, tiles, stride, i, BLOCK: tl.constexpr):
+    """Returns the first row of step ``i`` of a loop, and the entry of its tile, or 0 where there is no mask."""
+    slot = i * 0
+    first = i * BLOCK
+    if listed is not None:
+        tile = tl.load(listed + i // (128 // BLOCK))
+        slot = tl.load(tiles + tile * stride)
+        first = tile * 128 + i % (128 // BLOCK) * BLOCK
+    return first, slot
+
+
+@triton.jit
+def mask_row(batch, head, sizes):
+    """Returns the number of the mask of a head among all masks, in 64 bits."""
+    return (batch * sizes.mask_b + head * sizes.mask_h).to(tl.int64)
+
+
+@triton.jit
+def keys_seen(m, tokens, mask, config: tl.constexpr):
+    """Returns bounds of the keys that a tile of queries sees by position."""
+    first = m + mask.keys - tokens
+    low = m * 0
+    high = mask.keys
+    if config.HAS_LEFT:
+        low = tl.maximum(first - mask.left, 0)
+    if config.HAS_RIGHT:
+        last = tl.minimum(m + config.BLOCK_M, tokens) - 1 + mask.keys - tokens
+        high = tl.minimum(high, tl.maximum(last + mask.right + 1, 0))
+    return low, high
+
+
+@triton.jit
+def told_forward_kernel(
+    q, k, v, out, lse, statistics, sink, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+):  # fmt: skip
+    """Attend with one tile of queries of one head: `forward_kernel` on listed tiles of keys.
+
+    ``tiles`` (B, H, R, C), ``counts`` (B, H, R), ``listed`` (B, H, R, C) and ``bits`` (P, 128, 4) are those of a mask.
+    """
+    heads, tokens, scale = sizes.heads, sizes.tokens, sizes.scale
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    PRECISION: tl.constexpr = config.PRECISION
+    program = tl.program_id(0)
+    block, row = program % sizes.blocks, program // sizes.blocks
+    batch, head = row // heads, row % heads
+    m = (sizes.blocks - 1 - block) * BLOCK_M  # the last queries may see the most keys
+    bias = bias_of(bias, batch, head, told_sizes)
+    slope = slope_of(alibi, batch, head, told_sizes)
+    told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+    mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
+    if listed is not None:
+        of_row = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
+        counts += of_row
+        listed += of_row * told_sizes.mask_columns
+        tiles += of_row * told_sizes.mask_columns
+    query = m + tl.arange(0, BLOCK_M)
+    q_ptr = base_of(q, batch, m, head, strides.q, config.VEC)
+    k_ptr = base_of(k, batch, m * 0, head // sizes.group, strides.k, config.VEC)
+    v_ptr = base_of(v, batch, m * 0, head // sizes.group, strides.v, config.VEC)
+    k_offsets = tile_offsets(strides.k, BLOCK_N, config.BLOCK_D, config)
+    v_offsets = tile_offsets(strides.v, BLOCK_N, config.BLOCK_E, config)
+    q_tile = load_tile(q_ptr + tile_offsets(strides.q, BLOCK_M, config.BLOCK_D, config), m, tokens, D, True)
+    acc = tl.zeros((BLOCK_M, config.BLOCK_E), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    low, high = keys_seen(m, tokens, mask, config)
+    begin, end = loop_of(listed, counts, low, high, BLOCK_N)
+    for i in tl.range(begin, end):
+        n, slot = step_of(listed, tiles, 1, i, BLOCK_N)
+        k_tile = load_tile(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, mask.keys, D, True)
+        v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
+        products = product(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
+        logits, seen, _ = tell(
+            products, query, n + tl.arange(0, BLOCK_N), slot, told, tokens, mask, scale, config
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = power_of_two(logits - base[:, None])
+        rescale = power_of_two(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        row_max = new_max
+        v_tile = tl.where(some(seen, 0)[:, None], v_tile, tl.zeros_like(v_tile))
+        weights = as_factor(weights, v.dtype.element_ty, PRECISION)
+        acc = product(weights, v_tile, acc * rescale[:, None], PRECISION)
+    if sink is not None:
+        logit = tl.load(sink + head).to(tl.float32) * LOG2_E
+        new_max = tl.maximum(row_max, logit)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = power_of_two(row_max - base)
+        acc *= rescale[:, None]
+        row_sum = row_sum * rescale + power_of_two(logit - base)
+        row_max = new_max
+    there = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
+    out_ptr = base_of(out, batch, m, head, strides.out, config.VEC)
+    store_tile(
+        out_ptr + tile_offsets(strides.out, BLOCK_M, config.BLOCK_E, config), acc / there[:, None], m, tokens, E
+    )
+    size = tl.cast(sizes.batch_size, tl.int64) * heads * tokens
+    rows = row.to(tl.int64) * tokens + query
+    in_range = query < tokens
+    tl.store(statistics + rows, row_max, mask=in_range)
+    tl.store(statistics + size + rows, row_sum, mask=in_range)
+    tl.store(lse + rows, (row_max + tl.log2(there)) * LN_2, mask=in_range)
+
+
+class ToldQueries(NamedTuple):
+    """Queries of a head, and their numbers."""
+
+    q: tl.tensor  # (M, D)
+    do: tl.tensor  # (M, E)
+    lse: tl.tensor  # (M,)
+    delta: tl.tensor  # (M,)
+    inverse: tl.tensor  # (M,)
+
+
+@triton.jit
+def load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row, m, tokens, config: tl.constexpr):
+    """Returns `ToldQueries` from query ``m`` on, whose numbers begin at ``row``."""
+    query = m + tl.arange(0, config.BLOCK_M)
+    in_range = query < tokens
+    q_tile = load_tile(q_ptrs, m, tokens, config.D, True)
+    do_tile = load_tile(do_ptrs, m, tokens, config.E, True)
+    row_lse = tl.load(lse + row + query, mask=in_range, other=float("inf"))
+    row_delta = tl.load(delta + row + query, mask=in_range, other=0.0)
+    factor = row_delta * 0.0 + 1.0
+    if inverse is not None:
+        factor = tl.load(inverse + row + query, mask=in_range, other=0.0)
+    return ToldQueries(q_tile, do_tile, row_lse, row_delta, factor)
+
+
+@triton.jit
+def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config: tl.constexpr):
+    """Returns weights (M, N), gradients of logits, those of products of queries and keys but for the scale, and what is seen."""
+    PRECISION: tl.constexpr = config.PRECISION
+    zeros = tl.zeros((config.BLOCK_M, config.BLOCK_N), dtype=tl.float32)
+    products = product(rows.q, k_tile.T, zeros, PRECISION)
+    logits, seen, capped = tell(products, query, key, slot, told, tokens, mask, scale, config)
+    weights = power_of_two(logits - rows.lse[:, None]) * rows.inverse[:, None]
+    weights = tl.where(seen, weights, 0.0)
+    dweights = product(rows.do, v_tile.T, zeros, PRECISION)
+    dlogits = tl.where(seen, weights * (dweights - rows.delta[:, None]), 0.0)
+    dproducts = dlogits
+    if config.SOFTCAP is not None:
+        dproducts = tl.where(seen, dlogits * (1.0 - capped * capped), 0.0)
+    return weights, dlogits, dproducts, seen
+
+
+@triton.jit
+def told_query_kernel(
+    q, k, v, grad, lse, delta, inverse, dq, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one tile of queries of one head. ``strides.out`` are those of ``grad``; dq has no gaps."""
+    heads, tokens, scale = sizes.heads, sizes.tokens, sizes.scale
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    PRECISION: tl.constexpr = config.PRECISION
+    program = tl.program_id(0)
+    block, row = program % sizes.blocks, program // sizes.blocks
+    batch, head = row // heads, row % heads
+    m = (sizes.blocks - 1 - block) * BLOCK_M
+    bias = bias_of(bias, batch, head, told_sizes)
+    slope = slope_of(alibi, batch, head, told_sizes)
+    told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+    mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
+    if listed is not None:
+        of_row = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
+        counts += of_row
+        listed += of_row * told_sizes.mask_columns
+        tiles += of_row * told_sizes.mask_columns
+    query = m + tl.arange(0, BLOCK_M)
+    q_ptrs = base_of(q, batch, m, head, strides.q, config.VEC) + tile_offsets(
+        strides.q, BLOCK_M, config.BLOCK_D, config
+    )
+    do_ptrs = base_of(grad, batch, m, head, strides.out, config.VEC) + tile_offsets(
+        strides.out, BLOCK_M, config.BLOCK_E, config
+    )
+    k_ptr = base_of(k, batch, m * 0, head // sizes.group, strides.k, config.VEC)
+    v_ptr = base_of(v, batch, m * 0, head // sizes.group, strides.v, config.VEC)
+    k_offsets = tile_offsets(strides.k, BLOCK_N, config.BLOCK_D, config)
+    v_offsets = tile_offsets(strides.v, BLOCK_N, config.BLOCK_E, config)
+    rows = load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row.to(tl.int64) * tokens, m, tokens, config)
+    dq_tile = tl.zeros((BLOCK_M, config.BLOCK_D), dtype=tl.float32)
+    low, high = keys_seen(m, tokens, mask, config)
+    begin, end = loop_of(listed, counts, low, high, BLOCK_N)
+    for i in tl.range(begin, end):
+        n, slot = step_of(listed, tiles, 1, i, BLOCK_N)
+        k_tile = load_tile(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, mask.keys, D, True)
+        v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
+        key = n + tl.arange(0, BLOCK_N)
+        _, _, dproducts, seen = gradients_of_logits(
+            rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+        )
+        k_tile = tl.where(some(seen, 0)[:, None], k_tile, tl.zeros_like(k_tile))
+        dq_tile = product(as_factor(dproducts, k.dtype.element_ty, PRECISION), k_tile, dq_tile, PRECISION)
+    feature = tl.arange(0, config.BLOCK_D)
+    places = ((batch.to(tl.int64) * tokens + query) * heads + head)[:, None] * D + feature[None, :]
+    store_tile(dq + places, dq_tile * told_sizes.grad_scale, m, tokens, D)
+
+
+@triton.jit
+def queries_seeing(n, tokens, mask, config: tl.constexpr):
+    """Returns bounds of the queries that see a tile of keys by position."""
+    offset = mask.keys - tokens
+    low = n * 0
+    high = n * 0 + tokens
+    if config.HAS_RIGHT:
+        low = tl.minimum(tl.maximum(n - offset - mask.right, 0), tokens)
+    if config.HAS_LEFT:
+        last = tl.minimum(n + config.BLOCK_N, mask.keys) - 1
+        high = tl.minimum(high, tl.maximum(last - offset + mask.left + 1, 0))
+    return low, tl.where(n < mask.keys, high, 0)
+
+
+@triton.jit
+def told_key_kernel(
+    q, k, v, grad, lse, delta, inverse, dk, dv, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of one tile of keys and values of one head, one query head after another.
+
+    ``counts`` (B, H, C) and ``listed`` (B, H, C, R) are those of a mask's columns. dk and dv have no gaps.
+    """
+    tokens, scale = sizes.tokens, sizes.scale
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    PRECISION: tl.constexpr = config.PRECISION
+    program = tl.program_id(0)
+    key_heads = sizes.heads // sizes.group
+    n, row = program % sizes.blocks * BLOCK_N, program // sizes.blocks
+    batch, key_head = row // key_heads, row % key_heads
+    mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
+    key = n + tl.arange(0, BLOCK_N)
+    k_ptr = base_of(k, batch, n, key_head, strides.k, config.VEC)
+    v_ptr = base_of(v, batch, n, key_head, strides.v, config.VEC)
+    k_tile = load_tile(k_ptr + tile_offsets(strides.k, BLOCK_N, config.BLOCK_D, config), n, mask.keys, D, True)
+    v_tile = load_tile(v_ptr + tile_offsets(strides.v, BLOCK_N, config.BLOCK_E, config), n, mask.keys, E, True)
+    q_offsets = tile_offsets(strides.q, BLOCK_M, config.BLOCK_D, config)
+    do_offsets = tile_offsets(strides.out, BLOCK_M, config.BLOCK_E, config)
+    dk_tile = tl.zeros((BLOCK_N, config.BLOCK_D), dtype=tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, config.BLOCK_E), dtype=tl.float32)
+    low, high = queries_seeing(n, tokens, mask, config)
+    for number in range(sizes.group):
+        head = key_head * sizes.group + number
+        own_bias = bias_of(bias, batch, head, told_sizes)
+        slope = slope_of(alibi, batch, head, told_sizes)
+        told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+        own_counts = counts
+        own_listed = listed
+        own_tiles = tiles
+        if listed is not None:
+            of_head = mask_row(batch, head, told_sizes)
+            of_column = of_head * told_sizes.mask_columns + n // 128
+            own_counts = counts + of_column
+            own_listed = listed + of_column * told_sizes.mask_rows
+            own_tiles = tiles + of_head * told_sizes.mask_rows * told_sizes.mask_columns + n // 128
+        q_ptr = base_of(q, batch, n * 0, head, strides.q, config.VEC)
+        do_ptr = base_of(grad, batch, n * 0, head, strides.out, config.VEC)
+        begin, end = loop_of(own_listed, own_counts, low, high, BLOCK_M)
+        for i in tl.range(begin, end):
+            m, slot = step_of(own_listed, own_tiles, told_sizes.mask_columns, i, BLOCK_M)
+            rows = load_rows(
+                q_ptr + m * (strides.q.n * config.VEC) + q_offsets,
+                do_ptr + m * (strides.out.n * config.VEC) + do_offsets,
+                lse, delta, inverse, (batch * sizes.heads + head).to(tl.int64) * tokens, m, tokens, config,
+            )  # fmt: skip
+            query = m + tl.arange(0, BLOCK_M)
+            weights, _, dproducts, seen = gradients_of_logits(
+                rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+            )
+            sees = some(seen, 1)[:, None]
+            q_tile = tl.where(sees, rows.q, tl.zeros_like(rows.q))
+            do_tile = tl.where(sees, rows.do, tl.zeros_like(rows.do))
+            dv_tile = product(as_factor(weights.T, q.dtype.element_ty, PRECISION), do_tile, dv_tile, PRECISION)
+            dk_tile = product(as_factor(dproducts.T, q.dtype.element_ty, PRECISION), q_tile, dk_tile, PRECISION)
+    at = ((batch.to(tl.int64) * sizes.keys + key) * key_heads + key_head)[:, None]
+    store_tile(
+        dk + at * D + tl.arange(0, config.BLOCK_D)[None, :], dk_tile * told_sizes.grad_scale, n, sizes.keys, D
+    )
+    store_tile(dv + at * E + tl.arange(0, config.BLOCK_E)[None, :], dv_tile, n, sizes.keys, E)
+
+
+@triton.jit
+def told_bias_kernel(
+    q, k, v, grad, lse, delta, inverse, dbias, seqused_k, tiles, bits, bias, alibi,
+    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr, SUM_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one tile of a bias, summed over the axes along which that is broadcast, always in one order.
+
+    Gradients of logits are formed again, one batch entry after another, and their heads and, with ``SUM_ROWS``, rows.
+    ``dbias`` has the shape of the bias and no gaps.
+    """
+    tokens, heads, scale = sizes.tokens, sizes.heads, sizes.scale
+    D: tl.constexpr = config.D
+    E: tl.constexpr = config.E
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_N: tl.constexpr = config.BLOCK_N
+    program = tl.program_id(0)
+    columns = tl.cdiv(sizes.keys, BLOCK_N)
+    n, place = program % columns * BLOCK_N, program // columns
+    first_row = place % sizes.blocks * BLOCK_M
+    place = place // sizes.blocks
+    end_row = first_row + 1
+    if SUM_ROWS:
+        end_row = tokens
+    own_head, own_batch = place % told_sizes.bias_heads, place // told_sizes.bias_heads
+    per_head, per_batch = heads // told_sizes.bias_heads, sizes.batch_size // told_sizes.bias_batches
+    key = n + tl.arange(0, BLOCK_N)
+    k_offsets = tile_offsets(strides.k, BLOCK_N, config.BLOCK_D, config)
+    v_offsets = tile_offsets(strides.v, BLOCK_N, config.BLOCK_E, config)
+    q_offsets = tile_offsets(strides.q, BLOCK_M, config.BLOCK_D, config)
+    do_offsets = tile_offsets(strides.out, BLOCK_M, config.BLOCK_E, config)
+    total = tl.zeros((1 if SUM_ROWS else BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for entry in range(per_batch):
+        batch = own_batch * per_batch + entry
+        mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
+        for number in range(per_head):
+            head = own_head * per_head + number
+            own_bias = bias_of(bias, batch, head, told_sizes)
+            slope = slope_of(alibi, batch, head, told_sizes)
+            told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+            k_ptr = base_of(k, batch, n, head // sizes.group, strides.k, config.VEC)
+            v_ptr = base_of(v, batch, n, head // sizes.group, strides.v, config.VEC)
+            for step in range(tl.cdiv(end_row - first_row, BLOCK_M)):
+                m = first_row + step * BLOCK_M
+                low, high = keys_seen(m, tokens, mask, config)
+                slot = m * 0
+                if tiles is not None:
+                    at = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
+                    slot = tl.load(tiles + at * told_sizes.mask_columns + n // 128)
+                if (slot != -2) & (n < high) & (n + BLOCK_N > low):
+                    k_tile = load_tile(k_ptr + k_offsets, n, mask.keys, D, True)
+                    v_tile = load_tile(v_ptr + v_offsets, n, mask.keys, E, True)
+                    rows = load_rows(
+                        base_of(q, batch, m, head, strides.q, config.VEC) + q_offsets,
+                        base_of(grad, batch, m, head, strides.out, config.VEC) + do_offsets,
+                        lse, delta, inverse, (batch * heads + head).to(tl.int64) * tokens, m, tokens, config,
+                    )  # fmt: skip
+                    query = m + tl.arange(0, BLOCK_M)
+                    _, dlogits, _, _ = gradients_of_logits(
+                        rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+                    )
+                    if SUM_ROWS:
+                        total += tl.sum(dlogits, axis=0)[None, :]
+                    else:
+                        total += dlogits
+    if SUM_ROWS:
+        at = (place.to(tl.int64) * sizes.keys + key)[None, :]
+        tl.store(dbias + at, round_to(total, dbias.dtype.element_ty), mask=(key < sizes.keys)[None, :])
+    else:
+        row = first_row + tl.arange(0, BLOCK_M)
+        at = (place.to(tl.int64) * tokens + row)[:, None] * sizes.keys + key[None, :]
+        there = (row < tokens)[:, None] & (key < sizes.keys)[None, :]
+        tl.store(dbias + at, round_to(total, dbias.dtype.element_ty), mask=there)
