@@ -70,17 +70,13 @@ class ToldHead(NamedTuple):
 @triton.jit
 def bias_of(bias, batch, head, sizes):
     """Returns the address of a head's bias."""
-    if bias is not None:
-        bias += batch.to(tl.int64) * sizes.bias.b + head.to(tl.int64) * sizes.bias.h
-    return bias
+    return bias + batch.to(tl.int64) * sizes.bias.b + head.to(tl.int64) * sizes.bias.h
 
 
 @triton.jit
 def slope_of(alibi, batch, head, sizes):
     """Returns a head's slope, in powers of two."""
-    if alibi is not None:
-        alibi = tl.load(alibi + batch * sizes.alibi_b + head * sizes.alibi_h).to(tl.float32) * LOG2_E
-    return alibi
+    return tl.load(alibi + batch * sizes.alibi_b + head * sizes.alibi_h).to(tl.float32) * LOG2_E
 
 
 @triton.jit
@@ -194,8 +190,11 @@ def told_forward_kernel(
     block, row = program % sizes.blocks, program // sizes.blocks
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M  # the last queries may see the most keys
-    bias = bias_of(bias, batch, head, told_sizes)
-    slope = slope_of(alibi, batch, head, told_sizes)
+    if bias is not None:
+        bias = bias_of(bias, batch, head, told_sizes)
+    slope = alibi
+    if alibi is not None:
+        slope = slope_of(alibi, batch, head, told_sizes)
     told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
@@ -311,8 +310,11 @@ def told_query_kernel(
     block, row = program % sizes.blocks, program // sizes.blocks
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M
-    bias = bias_of(bias, batch, head, told_sizes)
-    slope = slope_of(alibi, batch, head, told_sizes)
+    if bias is not None:
+        bias = bias_of(bias, batch, head, told_sizes)
+    slope = alibi
+    if alibi is not None:
+        slope = slope_of(alibi, batch, head, told_sizes)
     told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
@@ -396,8 +398,12 @@ def told_key_kernel(
     low, high = queries_seeing(n, tokens, mask, config)
     for number in range(sizes.group):
         head = key_head * sizes.group + number
-        own_bias = bias_of(bias, batch, head, told_sizes)
-        slope = slope_of(alibi, batch, head, told_sizes)
+        own_bias = bias
+        if bias is not None:
+            own_bias = bias_of(bias, batch, head, told_sizes)
+        slope = alibi
+        if alibi is not None:
+            slope = slope_of(alibi, batch, head, told_sizes)
         told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
         own_counts = counts
         own_listed = listed
@@ -470,8 +476,12 @@ def told_bias_kernel(
         mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
         for number in range(per_head):
             head = own_head * per_head + number
-            own_bias = bias_of(bias, batch, head, told_sizes)
-            slope = slope_of(alibi, batch, head, told_sizes)
+            own_bias = bias
+            if bias is not None:
+                own_bias = bias_of(bias, batch, head, told_sizes)
+            slope = alibi
+            if alibi is not None:
+                slope = slope_of(alibi, batch, head, told_sizes)
             told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
             k_ptr = base_of(k, batch, n, head // sizes.group, strides.k, config.VEC)
             v_ptr = base_of(v, batch, n, head // sizes.group, strides.v, config.VEC)
