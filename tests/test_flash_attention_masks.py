@@ -1,4 +1,4 @@
-"""Attention that is told what to see: masks by tiles, biases and slopes, against the definition and float64."""
+"""Attention with masks by tiles, biases and slopes, against the definition and float64."""
 
 from typing import Any
 

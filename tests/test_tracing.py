@@ -267,7 +267,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     assert done.returncode == 0, done.stderr
     operators = (
         *("append_kv", "delta_attention", "flash_attention", "flash_attention_into", "linear_attention", "lrpe"),
-        *("flash_attention_told", "rotary_attention"),
+        *("flash_attention_masked", "rotary_attention"),
         "short_convolution",
         *("tpa_attention", "tpa_decode"),
     )

@@ -91,7 +91,7 @@ def _attention(
     return {"q": q, "k": k, "v": v, "backend": "triton", **options}
 
 
-def _told(n: int, m: int) -> Inputs:
+def _masked(n: int, m: int) -> Inputs:
     """Queries that a mask tells what to see, with a bias and slopes."""
     mask = (torch.arange(n)[:, None] // 50 == torch.arange(m) // 50)[None, None]
     bias = _random(1, 2, n, m, dtype=torch.float32)
@@ -248,7 +248,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 300, "d": 128, "page": 128, "pages": 8}),
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
-        ("flash_attention", flash_attention, "told", _told, {"n": 140, "m": 270}),
+        ("flash_attention", flash_attention, "masked", _masked, {"n": 140, "m": 270}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("rotary_attention", _rotary, "rotary", _projected, {"n": 140, "heads": 67, "d": 64}),

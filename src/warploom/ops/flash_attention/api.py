@@ -10,20 +10,20 @@ import torch
 from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.block_mask import BlockMask, block_mask
-from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO, OPERATOR_TOLD
+from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO, OPERATOR_MASKED
 from warploom.ops.flash_attention.validation import (
     NAME,
     Bits,
     FlashInputs,
+    MaskedInputs,
     Precision,
-    ToldInputs,
     check,
     check_into,
-    check_told,
-    check_told_values,
+    check_masked,
+    check_masked_values,
     check_values,
     check_values_into,
-    told_inputs,
+    masked_inputs,
 )
 from warploom.runtime.arguments import check_one_form
 from warploom.runtime.autocast import cast_for_autocast
@@ -189,10 +189,10 @@ def flash_attention(
     inputs = FlashInputs(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     options = (causal, scale, window, float32_precision, return_lse, softcap, bits)
     if mask is not None or bias is not None or alibi is not None:
-        told = told_inputs(inputs, mask, bias, alibi, out)
-        if is_sharded(told):
+        masking = masked_inputs(inputs, mask, bias, alibi, out)
+        if is_sharded(masking):
             raise BackendError(f"{NAME}: a mask, bias or slopes are not for tensors that are sharded over a mesh")
-        return _function_told(backend, told, options)  # type: ignore[no-any-return]
+        return _function_masked(backend, masking, options)  # type: ignore[no-any-return]
     if out is not None:
         results = _function_into(backend, (*inputs, out), options)
         return (out, *results) if return_lse else out
@@ -219,13 +219,13 @@ def _run_reference(
     return reorder_like(q, results[0]), make_dense(results[1])
 
 
-def _run_told(inputs: ToldInputs, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+def _run_masked(inputs: MaskedInputs, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     q, options, return_lse = inputs.q, call.options, call.num_results == 2
-    compute = fallback.define_told
+    compute = fallback.define_masked
     if backend == "auto" and not q.is_meta:
-        reason = fallback.told_obstacle(inputs, options)
+        reason = fallback.masked_obstacle(inputs, options)
         if reason is None:
-            compute = fallback.attend_told
+            compute = fallback.attend_masked
         else:
             fallback.warn_of_definition(NAME, reason)
     results = compute(inputs, options, return_lse)
@@ -252,5 +252,5 @@ def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
-_function_told = Function(NAME, check_told, _run_told, OPERATOR_TOLD, check_values=check_told_values)
+_function_masked = Function(NAME, check_masked, _run_masked, OPERATOR_MASKED, check_values=check_masked_values)
 _function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

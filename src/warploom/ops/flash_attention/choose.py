@@ -15,11 +15,11 @@ from warploom.device.rows import Strides
 from warploom.ops.flash_attention import variants
 from warploom.ops.flash_attention.hopper import launch as hopper
 from warploom.ops.flash_attention.hopper import launch_varlen as varlen
-from warploom.ops.flash_attention.problem import Call, Shape, Told
+from warploom.ops.flash_attention.problem import Call, Masking, Shape
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
+from warploom.ops.flash_attention.triton import launch_masked
 from warploom.ops.flash_attention.triton import launch_small as small
-from warploom.ops.flash_attention.triton import launch_told
 from warploom.ops.flash_attention.triton.backward import (
     KeyParts,
     StatisticStrides,
@@ -260,23 +260,25 @@ def _split_forward(
 # ----------------------------------------------------------------------------------------------------------
 
 
-def plan_told_forward(call: Call, told: Told, tensors: ForwardTensors) -> variants.ToldForward:
-    """Returns the forward of a call that is told what to see: one kernel in Triton, on every GPU."""
-    note("forward", "ToldForward: masks, biases and slopes have kernels in Triton alone")
-    return variants.ToldForward(launch_told.plan_forward(call, told, *tensors))
+def plan_masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> variants.MaskedForward:
+    """Returns the forward of a call with a mask, a bias or slopes: one kernel in Triton, on every GPU."""
+    note("forward", "MaskedForward: masks, biases and slopes have kernels in Triton alone")
+    return variants.MaskedForward(launch_masked.plan_forward(call, masking, *tensors))
 
 
-def plan_told_backward(
-    call: Call, told: Told, tensors: tuple[Tensor, ...], preprocess: variants.Preprocess, wants_bias: bool
-) -> variants.ToldBackward:
-    """Returns the backward of a call that is told what to see, on q, k, v and the output's gradient."""
-    note("backward", "ToldBackward: masks, biases and slopes have kernels in Triton alone")
-    return variants.ToldBackward(
+def plan_masked_backward(
+    call: Call, masking: Masking, tensors: tuple[Tensor, ...], preprocess: variants.Preprocess, wants_bias: bool
+) -> variants.MaskedBackward:
+    """Returns the backward of a call with a mask, a bias or slopes, on q, k, v and the output's gradient."""
+    note("backward", "MaskedBackward: masks, biases and slopes have kernels in Triton alone")
+    return variants.MaskedBackward(
         preprocess,
         call.dtype == torch.float32,
-        launch_told.plan_query(call, told, *tensors),
-        launch_told.plan_key(call, told, *tensors),
-        launch_told.plan_bias(call, told, told.bias, *tensors) if wants_bias and told.bias is not None else None,
+        launch_masked.plan_query(call, masking, *tensors),
+        launch_masked.plan_key(call, masking, *tensors),
+        launch_masked.plan_bias(call, masking, masking.bias, *tensors)
+        if wants_bias and masking.bias is not None
+        else None,
     )
 
 

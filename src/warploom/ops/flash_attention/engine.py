@@ -17,14 +17,14 @@ from warploom.ops.flash_attention.choose import (
     ForwardTensors,
     choose_backward,
     choose_forward,
+    plan_masked_backward,
+    plan_masked_forward,
     plan_preprocess,
     plan_sink_gradient,
-    plan_told_backward,
-    plan_told_forward,
 )
 from warploom.ops.flash_attention.hopper.launch import is_fused_faster
 from warploom.ops.flash_attention.hopper.launch_varlen import spread_rows
-from warploom.ops.flash_attention.problem import PLAIN, Call, Logits, MaskSpec, Shape, Told
+from warploom.ops.flash_attention.problem import PLAIN, Call, Logits, Masking, MaskSpec, Shape
 from warploom.ops.flash_attention.triton.launch import precision_of
 from warploom.ops.flash_attention.variants import (
     COUNTERS,
@@ -37,11 +37,11 @@ from warploom.ops.flash_attention.variants import (
     HopperForward,
     HopperGradient,
     LoneSinkGradient,
+    MaskedForward,
     NothingBackward,
     NothingForward,
     SeparateBackward,
     SinkGradient,
-    ToldForward,
 )
 from warploom.runtime.launch import Buffer, are_aligned
 from warploom.runtime.memory_order import layout_of
@@ -63,10 +63,10 @@ __all__ = [
     "backward",
     "forward",
     "is_fused",
+    "masked_backward",
+    "masked_forward",
     "plan_backward",
     "plan_forward",
-    "told_backward",
-    "told_forward",
 ]
 
 Tensor = torch.Tensor
@@ -81,13 +81,13 @@ class ForwardPlan(NamedTuple):
     variant: ForwardVariant
 
 
-class ToldForwardPlan(NamedTuple):
-    """Results of a forward that is told what to see, and the variant that writes them."""
+class MaskedForwardPlan(NamedTuple):
+    """Results of a forward with a mask, a bias or slopes, and the variant that writes them."""
 
     out: Buffer
     lse: Buffer
     statistics: Buffer
-    variant: ToldForward | NothingForward
+    variant: MaskedForward | NothingForward
 
 
 class BackwardPlan(NamedTuple):
@@ -203,44 +203,46 @@ def backward(
     return dq, dk, dv, plan.sink(logits.sink, inputs, delta)
 
 
-def told_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, told: Told, scale: float, precision: str | None, plans: Plans,
-    logits: Logits,
+def masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, masking: Masking, scale: float, precision: str | None,
+    plans: Plans, logits: Logits,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute attention that is told what to see; for the rest see `forward`."""
+    """Compute attention with a mask, a bias or slopes; for the rest see `forward`."""
     precision = precision_of(q, precision)
-    key = ("told", precision)
+    key = ("masked", precision)
     plan = plans.known.get(key)
     if plan is None:
         call = Call.of(q, k, v, mask, scale, logits.softcap)._replace(precision=precision)
-        plan = plans.keep(key, _plan_told_forward(call, told, ForwardTensors(q, k, v, layout_of(q, v.shape[3]))))
+        plan = plans.keep(
+            key, _plan_masked_forward(call, masking, ForwardTensors(q, k, v, layout_of(q, v.shape[3])))
+        )
     out, lse, statistics = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
     inputs = ForwardInputs(q, k, v, mask, logits.sink, None)
-    if isinstance(plan.variant, ToldForward):
-        plan.variant(inputs, out, lse, statistics, told)
+    if isinstance(plan.variant, MaskedForward):
+        plan.variant(inputs, out, lse, statistics, masking)
     else:
         plan.variant(inputs, out, lse, statistics)
     return out, lse, statistics
 
 
-def _plan_told_forward(call: Call, told: Told, tensors: ForwardTensors) -> ToldForwardPlan:
+def _plan_masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> MaskedForwardPlan:
     shape = call.shape
     lse = (shape.batch_size, shape.heads, shape.tokens)
-    variant = NothingForward() if shape.empty() else plan_told_forward(call, told, tensors)
-    return ToldForwardPlan(
+    variant = NothingForward() if shape.empty() else plan_masked_forward(call, masking, tensors)
+    return MaskedForwardPlan(
         Buffer.like(tensors.out), Buffer.rows(lse, torch.float32), Buffer.rows((2, *lse), torch.float32), variant
     )
 
 
-def told_backward(
-    grad: Tensor, grad_lse: Tensor | None, inputs: BackwardInputs, told: Told, scale: float, precision: str | None,
-    plans: Plans, logits: Logits, wants_bias: bool,
+def masked_backward(
+    grad: Tensor, grad_lse: Tensor | None, inputs: BackwardInputs, masking: Masking, scale: float,
+    precision: str | None, plans: Plans, logits: Logits, wants_bias: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Returns gradients of q, k, v, the sink and the bias of `told_forward`, all without gaps."""
+    """Returns gradients of q, k, v, the sink and the bias of `masked_forward`, all without gaps."""
     q, k, v = inputs.q, inputs.k, inputs.v
     precision = precision_of(q, precision)
     key = (
-        "told", precision, grad.dtype, grad.stride(),
+        "masked", precision, grad.dtype, grad.stride(),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
         q.stride(), k.stride(), v.stride(), inputs.out.stride(), wants_bias,
     )  # fmt: skip
@@ -250,17 +252,17 @@ def told_backward(
         variant = None
         if not call.shape.empty():
             preprocess = plan_preprocess(call, grad, grad_lse, inputs.out)
-            variant = plan_told_backward(call, told, (q, k, v, grad), preprocess, wants_bias)
+            variant = plan_masked_backward(call, masking, (q, k, v, grad), preprocess, wants_bias)
         plan = plans.keep(key, (variant, None if logits.sink is None else plan_sink_gradient(call)))
     variant, sink = plan
-    bias = told.bias if wants_bias else None
+    bias = masking.bias if wants_bias else None
     dq, dk, dv, *dbias = (x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None)
     delta = None
     if variant is None:
         for x in (dq, dk, dv, *dbias):
             x.zero_()
     else:
-        delta = variant(inputs, (dq, dk, dv), dbias[0] if dbias else None, told)
+        delta = variant(inputs, (dq, dk, dv), dbias[0] if dbias else None, masking)
     dsink = None if sink is None or logits.sink is None else sink(logits.sink, inputs, delta)
     return dq, dk, dv, dsink, dbias[0] if dbias else None
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warploom.errors import BackendWarning, warn
 from warploom.ops.flash_attention import reference
-from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions, ToldInputs
+from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions, MaskedInputs
 from warploom.runtime.modes import is_plain_eager, read_bounds
 
 Tensor = torch.Tensor
@@ -86,9 +86,9 @@ def attend(inputs: FlashInputs, options: FlashOptions, return_lse: bool) -> Any:
     return results if return_lse else results[0]
 
 
-def told_obstacle(inputs: ToldInputs, options: FlashOptions) -> str | None:
+def masked_obstacle(inputs: MaskedInputs, options: FlashOptions) -> str | None:
     """Returns why PyTorch's own attention does not compute a call with a mask, a bias or slopes, or None."""
-    if reason := obstacle(inputs.untold, options):
+    if reason := obstacle(inputs.unmasked, options):
         return reason
     if not is_plain_eager(*(x for x in inputs if x is not None)):
         return "is for plain eager calls"
@@ -99,7 +99,7 @@ def told_obstacle(inputs: ToldInputs, options: FlashOptions) -> str | None:
     return None
 
 
-def define_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> Any:
+def define_masked(inputs: MaskedInputs, options: FlashOptions, return_lse: bool) -> Any:
     """Returns attention by the definition, of every call with a mask, a bias or slopes."""
     cu_seqlens_q, cu_seqlens_k = read_bounds(inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     mask = inputs.mask()
@@ -112,8 +112,8 @@ def define_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> 
     )  # fmt: skip
 
 
-def attend_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> Any:
-    """Returns attention of a call without `told_obstacle`, by PyTorch's with a mask for each block of queries."""
+def attend_masked(inputs: MaskedInputs, options: FlashOptions, return_lse: bool) -> Any:
+    """Returns attention of a call without `masked_obstacle`, by PyTorch's with a mask for each block of queries."""
     mask = inputs.mask()
     seen = None if mask is None else mask.dense()
 
@@ -123,11 +123,11 @@ def attend_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> 
 
         return run
 
-    def defined(inputs: ToldInputs) -> Results:
-        results = define_told(inputs, options, return_lse)
+    def defined(inputs: MaskedInputs) -> Results:
+        results = define_masked(inputs, options, return_lse)
         return results if return_lse else (results,)
 
-    run = of(lambda inputs: _attend_told(inputs, seen, options, return_lse))
+    run = of(lambda inputs: _attend_masked(inputs, seen, options, return_lse))
     factors = inputs.q, inputs.k, inputs.v, *(() if inputs.bias is None else (inputs.bias,))
     if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
         results = _Differentiable.apply(run, of(defined), *factors)
@@ -136,7 +136,7 @@ def attend_told(inputs: ToldInputs, options: FlashOptions, return_lse: bool) -> 
     return results if return_lse else results[0]
 
 
-def _attend_told(inputs: ToldInputs, seen: Tensor | None, options: FlashOptions, return_lse: bool) -> Results:
+def _attend_masked(inputs: MaskedInputs, seen: Tensor | None, options: FlashOptions, return_lse: bool) -> Results:
     q, k, v, bias, alibi = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.alibi
     dtype, tokens, keys = q.dtype, q.shape[1], k.shape[1]
     added = bias is not None or alibi is not None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from warploom.ops.flash_attention.problem import Logits, MaskSpec, Told
-from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions, ToldInputs
+from warploom.ops.flash_attention.problem import Logits, Masking, MaskSpec
+from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions, MaskedInputs
 from warploom.runtime.dispatch import CustomOperator, Gradient, LazyModule, Tensors
 from warploom.runtime.in_place import check_address
 from warploom.runtime.memory_order import empty_in_order_of
@@ -153,8 +153,8 @@ OPERATOR = CustomOperator(
 )
 
 
-class ToldSaved(NamedTuple):
-    """The tensors that the backward of a call takes that is told what to see."""
+class MaskedSaved(NamedTuple):
+    """The tensors that the backward of a call takes with a mask, a bias or slopes."""
 
     q: Tensor
     k: Tensor
@@ -173,77 +173,77 @@ class ToldSaved(NamedTuple):
     bits: Tensor | None
 
 
-def _told_of(inputs: ToldInputs | ToldSaved, options: FlashOptions) -> tuple[MaskSpec, Logits, Told]:
-    """Returns bounds, logits and the rest that a call is told, for the kernels."""
+def _masking_of(inputs: MaskedInputs | MaskedSaved, options: FlashOptions) -> tuple[MaskSpec, Logits, Masking]:
+    """Returns bounds, logits and masks, biases and slopes, for the kernels."""
     seqused_k = None if inputs.seqused_k is None else inputs.seqused_k.contiguous()
     sink, bias, alibi = (None if x is None else x.resolve_neg() for x in (inputs.sink, inputs.bias, inputs.alibi))
     mask = MaskSpec(options.left, options.right, seqused_k=seqused_k)
     sink = None if sink is None else sink.contiguous()
-    return mask, Logits(options.softcap, sink), Told(bias, alibi, *inputs[9:])
+    return mask, Logits(options.softcap, sink), Masking(bias, alibi, *inputs[9:])
 
 
-def _told_forward(inputs: ToldInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:
-    mask, logits, told = _told_of(inputs, options)
+def _masked_forward(inputs: MaskedInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:
+    mask, logits, masking = _masking_of(inputs, options)
     rest = (options.scale, options.precision, plans, logits)
-    return engine.told_forward(inputs.q, inputs.k, inputs.v, mask, told, *rest)
+    return engine.masked_forward(inputs.q, inputs.k, inputs.v, mask, masking, *rest)
 
 
-def _told_save(
-    inputs: ToldInputs, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
+def _masked_save(
+    inputs: MaskedInputs, options: FlashOptions, results: Tensors, wanted: Sequence[bool]
 ) -> tuple[Tensors, tuple[Any, ...]]:
     out, _, statistics = results
     rest = (inputs.sink, inputs.bias, inputs.alibi, *inputs[8:])
     return (inputs.q, inputs.k, inputs.v, out, statistics, *rest), ()
 
 
-def _told_backward(
+def _masked_backward(
     grads: Tensors, saved: Tensors, _: int, options: FlashOptions, extra: tuple[Any, ...], wanted: Sequence[bool],
     plans: Plans,
 ) -> Tensors:  # fmt: skip
     """Returns the gradients of q, k, v, the sink and the bias."""
-    (grad, grad_lse), kept = grads, ToldSaved(*saved)
+    (grad, grad_lse), kept = grads, MaskedSaved(*saved)
     grad = torch.zeros_like(kept.out) if grad is None else grad
-    mask, logits, told = _told_of(kept, options)
+    mask, logits, masking = _masking_of(kept, options)
     inputs = engine.BackwardInputs(grad, grad_lse, kept.q, kept.k, kept.v, kept.out, kept.statistics, mask)
     rest = (options.scale, options.precision, plans, logits, bool(wanted[4]))
-    return engine.told_backward(grad, grad_lse, inputs, told, *rest)
+    return engine.masked_backward(grad, grad_lse, inputs, masking, *rest)
 
 
-def _told_backward_fake(
+def _masked_backward_fake(
     grads: Tensors, saved: Tensors, options: Any, extra: Any, wanted: Sequence[bool]
 ) -> Tensors:
-    kept = ToldSaved(*saved)
+    kept = MaskedSaved(*saved)
     bias = kept.bias if wanted[4] else None
     return tuple(None if x is None else x.new_empty(x.shape) for x in (kept.q, kept.k, kept.v, kept.sink, bias))
 
 
-def _told_backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> int:
-    kept = ToldSaved(*saved)
+def _masked_backward_flops(grads: Tensors, saved: Tensors, options: FlashOptions) -> int:
+    kept = MaskedSaved(*saved)
     pairs = count_attention_pairs(kept.q, kept.k, None, None)
     return 2 * pairs * int(kept.q.shape[2] * (3 * kept.q.shape[3] + 2 * kept.v.shape[3]))
 
 
-_MASK = ", ".join(f"Tensor? {name}" for name in ToldInputs._fields[9:])
-OPERATOR_TOLD = CustomOperator(
-    name="flash_attention_told",
+_MASK = ", ".join(f"Tensor? {name}" for name in MaskedInputs._fields[9:])
+OPERATOR_MASKED = CustomOperator(
+    name="flash_attention_masked",
     tensors="Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? bias, Tensor? alibi, Tensor? cu_seqlens_q, "
     f"Tensor? cu_seqlens_k, Tensor? seqused_k, {_MASK}",
     options=_OPTIONS,
     num_results=3,
-    inputs_type=ToldInputs,
+    inputs_type=MaskedInputs,
     options_type=FlashOptions,
-    forward=_told_forward,
-    fake=lambda inputs, options: _fake(inputs.untold, options),
-    flops=lambda inputs, options: _flops(inputs.untold, options),
+    forward=_masked_forward,
+    fake=lambda inputs, options: _fake(inputs.unmasked, options),
+    flops=lambda inputs, options: _flops(inputs.unmasked, options),
     gradient=Gradient(
         grad_outputs="Tensor? grad, Tensor? grad_lse",
         saved="Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? sink, Tensor? bias, "
         f"Tensor? alibi, Tensor? seqused_k, {_MASK}",
         num_gradients=5,
-        save=_told_save,
-        run=_told_backward,
-        fake=_told_backward_fake,
-        flops=_told_backward_flops,
+        save=_masked_save,
+        run=_masked_backward,
+        fake=_masked_backward_fake,
+        flops=_masked_backward_flops,
     ),
 )
 

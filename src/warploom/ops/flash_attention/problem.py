@@ -51,7 +51,7 @@ class Logits(NamedTuple):
 PLAIN = Logits()
 
 
-class Told(NamedTuple):
+class Masking(NamedTuple):
     """A call's means, beside bounds, to say what is seen: a bias, slopes, and the tensors of a `BlockMask`."""
 
     bias: Tensor | None = None  # (B|1, Hq|1, N|1, M)

@@ -73,9 +73,9 @@ def flash_attention(
             cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q,
             cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
         )
-    told = mask is not None or bias is not None or alibi is not None
+    masked = mask is not None or bias is not None or alibi is not None
     if (
-        told and cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor)
+        masked and cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor)
     ):  # whose places are of all sequences
         cu_seqlens_q, cu_seqlens_k = (
             torch.tensor(bounds, device=q.device) for bounds in (cu_seqlens_q, cu_seqlens_k)
@@ -157,7 +157,7 @@ def flash_attention(
             some = some.masked_fill(some == -torch.inf, 0.0)
             added = some if added is None else added + some
         tile = queries[:, rows]
-        if told:
+        if masked:
             tile, wide_k, wide_v = _without_hidden(tile, wide_k, wide_v, visible)
         return _attend(tile, wide_k, wide_v, visible, scale, factors, softcap, sink, added)
 

@@ -73,8 +73,8 @@ class FlashInputs(NamedTuple):
         return self.cu_seqlens_q is not None and self.cu_seqlens_k is None and self.seqused_k is not None
 
 
-class ToldInputs(NamedTuple):
-    """The tensors of a call that is told what to see, by a mask or by what is added to its logits."""
+class MaskedInputs(NamedTuple):
+    """The tensors of a call with a mask, a bias or slopes, by a mask or by what is added to its logits."""
 
     q: Tensor  # (B, N, Hq, D)
     k: Tensor  # (B, M, Hkv, D)
@@ -93,7 +93,7 @@ class ToldInputs(NamedTuple):
     bits: Tensor | None = None
 
     @property
-    def untold(self) -> FlashInputs:
+    def unmasked(self) -> FlashInputs:
         """The other tensors."""
         return FlashInputs(*self[:4], *self[6:9])
 
@@ -198,9 +198,9 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
     return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
-def told_inputs(
+def masked_inputs(
     inputs: FlashInputs, mask: object, bias: Tensor | None, alibi: Tensor | None, out: object
-) -> ToldInputs:
+) -> MaskedInputs:
     """Returns the tensors of a call that has a mask, a bias or slopes, with the mask checked and as tiles."""
     q, k = inputs.q, inputs.k
     argument = next(n for n, x in (("mask", mask), ("bias", bias), ("alibi", alibi)) if x is not None)
@@ -213,7 +213,7 @@ def told_inputs(
             raise fault(ArgumentError, NAME, argument, f"None with {other}", "a value")
     _check_tensors(q, k, inputs.v, False, None)
     tiles = () if mask is None else _checked_mask(q, k, mask)[1:]
-    return ToldInputs(*inputs[:4], bias, alibi, *inputs[4:7], *tiles)
+    return MaskedInputs(*inputs[:4], bias, alibi, *inputs[4:7], *tiles)
 
 
 def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
@@ -236,10 +236,10 @@ def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
     return of_dense(mask, compact=False)
 
 
-def check_told(name: str, inputs: ToldInputs, options: tuple[Any, ...], number: int) -> ValidatedCall:
-    """Validate a call that `told_inputs` returns the tensors of; options are those of `check`."""
+def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], number: int) -> ValidatedCall:
+    """Validate a call that `masked_inputs` returns the tensors of; options are those of `check`."""
     q, k, bias, alibi = inputs.q, inputs.k, inputs.bias, inputs.alibi
-    call = check(name, inputs.untold, options, number)._replace(arrange=None)
+    call = check(name, inputs.unmasked, options, number)._replace(arrange=None)
     batch, tokens, heads, _ = q.shape
     if bias is not None:
         check_tensor(name, "bias", bias, FLOATS)
@@ -262,9 +262,9 @@ def check_told(name: str, inputs: ToldInputs, options: tuple[Any, ...], number: 
     return call._replace(unsupported=call.unsupported or limit)
 
 
-def check_told_values(name: str, inputs: ToldInputs) -> None:
+def check_masked_values(name: str, inputs: MaskedInputs) -> None:
     """Check what tensors of a valid call hold."""
-    check_values(name, inputs.untold)
+    check_values(name, inputs.unmasked)
 
 
 def check_values(name: str, inputs: FlashInputs) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from warploom.ops.flash_attention.hopper.launch_varlen import CacheUnits, Copy, Spread
-from warploom.ops.flash_attention.problem import LOG2_E, MaskSpec, Told
+from warploom.ops.flash_attention.problem import LOG2_E, Masking, MaskSpec
 from warploom.ops.flash_attention.triton.launch import Terms
 from warploom.runtime.launch import Buffer, Launch
 
@@ -134,14 +134,16 @@ class TermsForward(NamedTuple):
         self.inner(inputs._replace(q=q, k=k, v=v), out, lse, statistics)
 
 
-class ToldForward(NamedTuple):
+class MaskedForward(NamedTuple):
     """The Triton kernel for masks by tiles, biases and slopes."""
 
     launch: Launch
 
-    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, told: Told) -> None:
+    def __call__(
+        self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, masking: Masking
+    ) -> None:
         q, k, v, mask, sink, _ = inputs
-        self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, *told.rows)
+        self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, *masking.rows)
 
 
 class DecodeForward(NamedTuple):
@@ -276,7 +278,7 @@ class SmallBackward(NamedTuple):
         return delta
 
 
-class ToldBackward(NamedTuple):
+class MaskedBackward(NamedTuple):
     """The Triton kernels for masks by tiles, biases and slopes."""
 
     preprocess: Preprocess
@@ -285,16 +287,18 @@ class ToldBackward(NamedTuple):
     key: Launch
     bias: Launch | None
 
-    def __call__(self, inputs: BackwardInputs, gradients: Gradients, dbias: Tensor | None, told: Told) -> Tensor:
+    def __call__(
+        self, inputs: BackwardInputs, gradients: Gradients, dbias: Tensor | None, masking: Masking
+    ) -> Tensor:
         q, k, v, grad, used = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mask.seqused_k
         inverse = self.preprocess.rows.empty(q) if self.has_inverse else None
         numbers = self.preprocess(inputs, inverse)
         rows = q, k, v, grad, numbers.lse, numbers.delta, inverse
         dq, dk, dv = gradients
-        self.query(*rows, dq, used, *told.rows)
-        self.key(*rows, dk, dv, used, *told.columns)
+        self.query(*rows, dq, used, *masking.rows)
+        self.key(*rows, dk, dv, used, *masking.columns)
         if self.bias is not None:
-            self.bias(*rows, dbias, used, told.tiles, told.bits, told.bias, told.alibi)
+            self.bias(*rows, dbias, used, masking.tiles, masking.bits, masking.bias, masking.alibi)
         return numbers.delta
 
 

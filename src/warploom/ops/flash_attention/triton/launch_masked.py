@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of attention that is told what to see: see `told`."""
+"""Launches of the Triton kernels of attention with a mask, a bias or slopes: see `masked`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.rows import Strides
-from warploom.ops.flash_attention.problem import LOG2_E, Call, Told, bounds
+from warploom.ops.flash_attention.problem import LOG2_E, Call, Masking, bounds
 from warploom.ops.flash_attention.triton.launch import PRODUCTS
-from warploom.ops.flash_attention.triton.tiles import ForwardStrides, Sizes, TritonConfig
-from warploom.ops.flash_attention.triton.told import (
+from warploom.ops.flash_attention.triton.masked import (
     BiasStrides,
-    ToldSizes,
-    told_bias_kernel,
-    told_forward_kernel,
-    told_key_kernel,
-    told_query_kernel,
+    MaskingSizes,
+    masked_bias_kernel,
+    masked_forward_kernel,
+    masked_key_kernel,
+    masked_query_kernel,
 )
+from warploom.ops.flash_attention.triton.tiles import ForwardStrides, Sizes, TritonConfig
 from warploom.runtime.launch import Launch
 from warploom.runtime.layout import layout_for
 
@@ -45,7 +45,7 @@ def product_of(call: Call) -> str:
     return PRODUCTS[call.precision]
 
 
-def tiles_of(call: Call, told: Told, backward: bool) -> Tiles:
+def tiles_of(call: Call, masking: Masking, backward: bool) -> Tiles:
     """Returns the tiles of a call, which lie within those of a mask and fit in 99 KiB of shared memory."""
     wide, tokens = call.shape.width, call.shape.tokens
     if call.dtype == torch.float32:
@@ -54,64 +54,64 @@ def tiles_of(call: Call, told: Told, backward: bool) -> Tiles:
         tiles = Tiles(64, 64, 8, 2) if wide <= 64 else Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(32, 32, 8, 1)
     else:
         tiles = Tiles(128, 64, 8, 2) if wide <= 64 else Tiles(64, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
-    if told.bias is not None:  # which would be copied ahead too
+    if masking.bias is not None:  # which would be copied ahead too
         tiles = tiles._replace(stages=1)
     least = max(1 << (tokens - 1).bit_length(), 16)
     return tiles._replace(block_m=min(tiles.block_m, least))
 
 
-def plan_forward(call: Call, told: Told, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
+def plan_forward(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
     """Returns the launch of the forward."""
-    shape, tiles = call.shape, tiles_of(call, told, False)
+    shape, tiles = call.shape, tiles_of(call, masking, False)
     blocks = -(-shape.tokens // tiles.block_m)
     return Launch(
-        told_forward_kernel,
+        masked_forward_kernel,
         blocks * shape.batch_size * shape.heads,
         takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", *_OF_MASK),
-        **_arguments(call, told, tiles, blocks, q, k, v, out),
+        **_arguments(call, masking, tiles, blocks, q, k, v, out),
     )
 
 
-def plan_query(call: Call, told: Told, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
+def plan_query(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
     """Returns the launch for the gradient of queries."""
-    shape, tiles = call.shape, tiles_of(call, told, True)
+    shape, tiles = call.shape, tiles_of(call, masking, True)
     blocks = -(-shape.tokens // tiles.block_m)
     return Launch(
-        told_query_kernel,
+        masked_query_kernel,
         blocks * shape.batch_size * shape.heads,
         takes=(*_ROWS, "dq", "seqused_k", *_OF_MASK),
-        **_arguments(call, told, tiles, blocks, q, k, v, grad),
+        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
     )
 
 
-def plan_key(call: Call, told: Told, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
+def plan_key(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
     """Returns the launch for the gradients of keys and values."""
-    shape, tiles = call.shape, tiles_of(call, told, True)
+    shape, tiles = call.shape, tiles_of(call, masking, True)
     blocks = -(-shape.keys // tiles.block_n)
     return Launch(
-        told_key_kernel,
+        masked_key_kernel,
         blocks * shape.batch_size * shape.key_heads,
         takes=(*_ROWS, "dk", "dv", "seqused_k", *_OF_MASK),
-        **_arguments(call, told, tiles, blocks, q, k, v, grad),
+        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
     )
 
 
-def plan_bias(call: Call, told: Told, bias: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
+def plan_bias(call: Call, masking: Masking, bias: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
     """Returns the launch for the gradient of a bias."""
-    shape, tiles = call.shape, tiles_of(call, told, True)
+    shape, tiles = call.shape, tiles_of(call, masking, True)
     sum_rows = bias.shape[2] == 1
     blocks = 1 if sum_rows else -(-shape.tokens // tiles.block_m)
     return Launch(
-        told_bias_kernel,
+        masked_bias_kernel,
         -(-shape.keys // tiles.block_n) * blocks * bias.shape[0] * bias.shape[1],
         takes=(*_ROWS, "dbias", "seqused_k", "tiles", "bits", "bias", "alibi"),
         SUM_ROWS=sum_rows,
-        **_arguments(call, told, tiles, blocks, q, k, v, grad),
+        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
     )
 
 
 def _arguments(
-    call: Call, told: Told, tiles: Tiles, blocks: int, q: Tensor, k: Tensor, v: Tensor, other: Tensor
+    call: Call, masking: Masking, tiles: Tiles, blocks: int, q: Tensor, k: Tensor, v: Tensor, other: Tensor
 ) -> dict[str, Any]:
     """Returns what all kernels are launched with; ``other`` is the output or its gradient."""
     shape, mask = call.shape, call.mask
@@ -129,7 +129,7 @@ def _arguments(
     )  # fmt: skip
     return {
         "sizes": sizes,
-        "told_sizes": _sizes_of(told, call.scale),
+        "masking_sizes": _sizes_of(masking, call.scale),
         "strides": ForwardStrides(*layout.strides),
         "config": config,
         "num_warps": tiles.warps,
@@ -137,18 +137,18 @@ def _arguments(
     }
 
 
-def _sizes_of(told: Told, grad_scale: float) -> ToldSizes:
+def _sizes_of(masking: Masking, grad_scale: float) -> MaskingSizes:
     mask_b = mask_h = rows = columns = 0
-    if told.tiles is not None:
-        batches, heads, rows, columns = told.tiles.shape
+    if masking.tiles is not None:
+        batches, heads, rows, columns = masking.tiles.shape
         mask_b, mask_h = heads if batches > 1 else 0, 1 if heads > 1 else 0
     alibi_b = alibi_h = 0
-    if told.alibi is not None:
-        *batch, alibi_h = told.alibi.stride()
+    if masking.alibi is not None:
+        *batch, alibi_h = masking.alibi.stride()
         alibi_b = batch[0] if batch else 0
     bias = BiasStrides(0, 0, 0, 0)
     batches, heads = 1, 1
-    if told.bias is not None:
-        batches, heads = told.bias.shape[:2]
-        bias = BiasStrides(*(0 if n == 1 else s for n, s in zip(told.bias.shape, told.bias.stride())))
-    return ToldSizes(mask_b, mask_h, rows, columns, alibi_b, alibi_h, bias, batches, heads, grad_scale)
+    if masking.bias is not None:
+        batches, heads = masking.bias.shape[:2]
+        bias = BiasStrides(*(0 if n == 1 else s for n, s in zip(masking.bias.shape, masking.bias.stride())))
+    return MaskingSizes(mask_b, mask_h, rows, columns, alibi_b, alibi_h, bias, batches, heads, grad_scale)

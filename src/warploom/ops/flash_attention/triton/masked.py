@@ -1,4 +1,4 @@
-"""Triton kernels of attention that is told what to see: masks by tiles, biases, slopes; forward and backward.
+"""Triton kernels of attention with a mask, a bias or slopes: masks by tiles, biases, slopes; forward and backward.
 
 They are the kernels of `forward` and `backward` with other loops: over the tiles that a row (or column) of a `BlockMask`
 lists, and over nothing else. Logits are formed by one function for all of them. It adds the slopes and the bias behind the
@@ -42,8 +42,8 @@ class BiasStrides(NamedTuple):
     m: tl.int64
 
 
-class ToldSizes(NamedTuple):
-    """Strides and sizes of what a call is told."""
+class MaskingSizes(NamedTuple):
+    """Strides and sizes of a mask, a bias and slopes."""
 
     mask_b: tl.int32  # rows of batch entries and heads of a mask from one entry to the next, 0 for one mask for all
     mask_h: tl.int32
@@ -57,7 +57,7 @@ class ToldSizes(NamedTuple):
     grad_scale: tl.float32  # of the gradients of queries and keys
 
 
-class ToldHead(NamedTuple):
+class HeadMasking(NamedTuple):
     """Mask, bias and slope of a head: pointers, a slope in powers of two, and strides."""
 
     bias: tl.tensor | None
@@ -80,7 +80,7 @@ def slope_of(alibi, batch, head, sizes):
 
 
 @triton.jit
-def tell(products, query, key, slot, told, tokens, mask, scale, config: tl.constexpr):
+def mask_logits(products, query, key, slot, masking, tokens, mask, scale, config: tl.constexpr):
     """Returns logits (M, N) in powers of two, −inf where keys are hidden; which are seen; and what was capped, by the cap.
 
     ``query`` (M,) and ``key`` (N,) are numbers of rows, ``slot`` is the entry of their tile, and None without a mask.
@@ -92,17 +92,17 @@ def tell(products, query, key, slot, told, tokens, mask, scale, config: tl.const
         capped = tanh(capped)
         logits = capped * config.SOFTCAP
     seen = visible(position[:, None], key[None, :], mask, config) & (query < tokens)[:, None]
-    if told.slope is not None:
-        logits += told.slope * (key[None, :] - position[:, None]).to(tl.float32)
-    if told.bias is not None:
-        places = query.to(tl.int64)[:, None] * told.bias_n + key.to(tl.int64)[None, :] * told.bias_m
-        added = tl.load(told.bias + places, mask=seen, other=float("-inf")).to(tl.float32)
+    if masking.slope is not None:
+        logits += masking.slope * (key[None, :] - position[:, None]).to(tl.float32)
+    if masking.bias is not None:
+        places = query.to(tl.int64)[:, None] * masking.bias_n + key.to(tl.int64)[None, :] * masking.bias_m
+        added = tl.load(masking.bias + places, mask=seen, other=float("-inf")).to(tl.float32)
         seen = seen & (added != float("-inf"))
         logits += added * LOG2_E
-    if told.bits is not None:
+    if masking.bits is not None:
         row, column = query % 128, key % 128
         places = slot.to(tl.int64) * 512 + row[:, None] * 4 + (column // 32)[None, :]
-        words = tl.load(told.bits + places, mask=seen & (slot >= 0), other=-1)
+        words = tl.load(masking.bits + places, mask=seen & (slot >= 0), other=-1)
         seen = seen & (((words >> (column % 32)[None, :]) & 1) != 0)
     return tl.where(seen, logits, float("-inf")), seen, capped
 
@@ -172,9 +172,9 @@ def keys_seen(m, tokens, mask, config: tl.constexpr):
 
 
 @triton.jit
-def told_forward_kernel(
+def masked_forward_kernel(
     q, k, v, out, lse, statistics, sink, seqused_k, tiles, counts, listed, bits, bias, alibi,
-    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+    sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries of one head: `forward_kernel` on listed tiles of keys.
 
@@ -191,17 +191,17 @@ def told_forward_kernel(
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M  # the last queries may see the most keys
     if bias is not None:
-        bias = bias_of(bias, batch, head, told_sizes)
+        bias = bias_of(bias, batch, head, masking_sizes)
     slope = alibi
     if alibi is not None:
-        slope = slope_of(alibi, batch, head, told_sizes)
-    told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+        slope = slope_of(alibi, batch, head, masking_sizes)
+    masking = HeadMasking(bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
-        of_row = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
+        of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
         counts += of_row
-        listed += of_row * told_sizes.mask_columns
-        tiles += of_row * told_sizes.mask_columns
+        listed += of_row * masking_sizes.mask_columns
+        tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptr = base_of(q, batch, m, head, strides.q, config.VEC)
     k_ptr = base_of(k, batch, m * 0, head // sizes.group, strides.k, config.VEC)
@@ -219,8 +219,8 @@ def told_forward_kernel(
         k_tile = load_tile(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, mask.keys, D, True)
         v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
         products = product(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
-        logits, seen, _ = tell(
-            products, query, n + tl.arange(0, BLOCK_N), slot, told, tokens, mask, scale, config
+        logits, seen, _ = mask_logits(
+            products, query, n + tl.arange(0, BLOCK_N), slot, masking, tokens, mask, scale, config
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -252,7 +252,7 @@ def told_forward_kernel(
     tl.store(lse + rows, (row_max + tl.log2(there)) * LN_2, mask=in_range)
 
 
-class ToldQueries(NamedTuple):
+class MaskedQueries(NamedTuple):
     """Queries of a head, and their numbers."""
 
     q: tl.tensor  # (M, D)
@@ -264,7 +264,7 @@ class ToldQueries(NamedTuple):
 
 @triton.jit
 def load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row, m, tokens, config: tl.constexpr):
-    """Returns `ToldQueries` from query ``m`` on, whose numbers begin at ``row``."""
+    """Returns `MaskedQueries` from query ``m`` on, whose numbers begin at ``row``."""
     query = m + tl.arange(0, config.BLOCK_M)
     in_range = query < tokens
     q_tile = load_tile(q_ptrs, m, tokens, config.D, True)
@@ -274,16 +274,16 @@ def load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row, m, tokens, config: tl.c
     factor = row_delta * 0.0 + 1.0
     if inverse is not None:
         factor = tl.load(inverse + row + query, mask=in_range, other=0.0)
-    return ToldQueries(q_tile, do_tile, row_lse, row_delta, factor)
+    return MaskedQueries(q_tile, do_tile, row_lse, row_delta, factor)
 
 
 @triton.jit
-def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config: tl.constexpr):
+def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config: tl.constexpr):
     """Returns weights (M, N), gradients of logits, those of products of queries and keys but for the scale, and what is seen."""
     PRECISION: tl.constexpr = config.PRECISION
     zeros = tl.zeros((config.BLOCK_M, config.BLOCK_N), dtype=tl.float32)
     products = product(rows.q, k_tile.T, zeros, PRECISION)
-    logits, seen, capped = tell(products, query, key, slot, told, tokens, mask, scale, config)
+    logits, seen, capped = mask_logits(products, query, key, slot, masking, tokens, mask, scale, config)
     weights = power_of_two(logits - rows.lse[:, None]) * rows.inverse[:, None]
     weights = tl.where(seen, weights, 0.0)
     dweights = product(rows.do, v_tile.T, zeros, PRECISION)
@@ -295,9 +295,9 @@ def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, told, tokens, ma
 
 
 @triton.jit
-def told_query_kernel(
+def masked_query_kernel(
     q, k, v, grad, lse, delta, inverse, dq, seqused_k, tiles, counts, listed, bits, bias, alibi,
-    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+    sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one tile of queries of one head. ``strides.out`` are those of ``grad``; dq has no gaps."""
     heads, tokens, scale = sizes.heads, sizes.tokens, sizes.scale
@@ -311,17 +311,17 @@ def told_query_kernel(
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M
     if bias is not None:
-        bias = bias_of(bias, batch, head, told_sizes)
+        bias = bias_of(bias, batch, head, masking_sizes)
     slope = alibi
     if alibi is not None:
-        slope = slope_of(alibi, batch, head, told_sizes)
-    told = ToldHead(bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+        slope = slope_of(alibi, batch, head, masking_sizes)
+    masking = HeadMasking(bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
-        of_row = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
+        of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
         counts += of_row
-        listed += of_row * told_sizes.mask_columns
-        tiles += of_row * told_sizes.mask_columns
+        listed += of_row * masking_sizes.mask_columns
+        tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptrs = base_of(q, batch, m, head, strides.q, config.VEC) + tile_offsets(
         strides.q, BLOCK_M, config.BLOCK_D, config
@@ -343,13 +343,13 @@ def told_query_kernel(
         v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
         key = n + tl.arange(0, BLOCK_N)
         _, _, dproducts, seen = gradients_of_logits(
-            rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+            rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
         )
         k_tile = tl.where(some(seen, 0)[:, None], k_tile, tl.zeros_like(k_tile))
         dq_tile = product(as_factor(dproducts, k.dtype.element_ty, PRECISION), k_tile, dq_tile, PRECISION)
     feature = tl.arange(0, config.BLOCK_D)
     places = ((batch.to(tl.int64) * tokens + query) * heads + head)[:, None] * D + feature[None, :]
-    store_tile(dq + places, dq_tile * told_sizes.grad_scale, m, tokens, D)
+    store_tile(dq + places, dq_tile * masking_sizes.grad_scale, m, tokens, D)
 
 
 @triton.jit
@@ -367,9 +367,9 @@ def queries_seeing(n, tokens, mask, config: tl.constexpr):
 
 
 @triton.jit
-def told_key_kernel(
+def masked_key_kernel(
     q, k, v, grad, lse, delta, inverse, dk, dv, seqused_k, tiles, counts, listed, bits, bias, alibi,
-    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr,
+    sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of one tile of keys and values of one head, one query head after another.
 
@@ -400,25 +400,25 @@ def told_key_kernel(
         head = key_head * sizes.group + number
         own_bias = bias
         if bias is not None:
-            own_bias = bias_of(bias, batch, head, told_sizes)
+            own_bias = bias_of(bias, batch, head, masking_sizes)
         slope = alibi
         if alibi is not None:
-            slope = slope_of(alibi, batch, head, told_sizes)
-        told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+            slope = slope_of(alibi, batch, head, masking_sizes)
+        masking = HeadMasking(own_bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
         own_counts = counts
         own_listed = listed
         own_tiles = tiles
         if listed is not None:
-            of_head = mask_row(batch, head, told_sizes)
-            of_column = of_head * told_sizes.mask_columns + n // 128
+            of_head = mask_row(batch, head, masking_sizes)
+            of_column = of_head * masking_sizes.mask_columns + n // 128
             own_counts = counts + of_column
-            own_listed = listed + of_column * told_sizes.mask_rows
-            own_tiles = tiles + of_head * told_sizes.mask_rows * told_sizes.mask_columns + n // 128
+            own_listed = listed + of_column * masking_sizes.mask_rows
+            own_tiles = tiles + of_head * masking_sizes.mask_rows * masking_sizes.mask_columns + n // 128
         q_ptr = base_of(q, batch, n * 0, head, strides.q, config.VEC)
         do_ptr = base_of(grad, batch, n * 0, head, strides.out, config.VEC)
         begin, end = loop_of(own_listed, own_counts, low, high, BLOCK_M)
         for i in tl.range(begin, end):
-            m, slot = step_of(own_listed, own_tiles, told_sizes.mask_columns, i, BLOCK_M)
+            m, slot = step_of(own_listed, own_tiles, masking_sizes.mask_columns, i, BLOCK_M)
             rows = load_rows(
                 q_ptr + m * (strides.q.n * config.VEC) + q_offsets,
                 do_ptr + m * (strides.out.n * config.VEC) + do_offsets,
@@ -426,7 +426,7 @@ def told_key_kernel(
             )  # fmt: skip
             query = m + tl.arange(0, BLOCK_M)
             weights, _, dproducts, seen = gradients_of_logits(
-                rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+                rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
             )
             sees = some(seen, 1)[:, None]
             q_tile = tl.where(sees, rows.q, tl.zeros_like(rows.q))
@@ -435,15 +435,15 @@ def told_key_kernel(
             dk_tile = product(as_factor(dproducts.T, q.dtype.element_ty, PRECISION), q_tile, dk_tile, PRECISION)
     at = ((batch.to(tl.int64) * sizes.keys + key) * key_heads + key_head)[:, None]
     store_tile(
-        dk + at * D + tl.arange(0, config.BLOCK_D)[None, :], dk_tile * told_sizes.grad_scale, n, sizes.keys, D
+        dk + at * D + tl.arange(0, config.BLOCK_D)[None, :], dk_tile * masking_sizes.grad_scale, n, sizes.keys, D
     )
     store_tile(dv + at * E + tl.arange(0, config.BLOCK_E)[None, :], dv_tile, n, sizes.keys, E)
 
 
 @triton.jit
-def told_bias_kernel(
+def masked_bias_kernel(
     q, k, v, grad, lse, delta, inverse, dbias, seqused_k, tiles, bits, bias, alibi,
-    sizes: Sizes, told_sizes: ToldSizes, strides: ForwardStrides, config: tl.constexpr, SUM_ROWS: tl.constexpr,
+    sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr, SUM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one tile of a bias, summed over the axes along which that is broadcast, always in one order.
 
@@ -463,8 +463,8 @@ def told_bias_kernel(
     end_row = first_row + 1
     if SUM_ROWS:
         end_row = tokens
-    own_head, own_batch = place % told_sizes.bias_heads, place // told_sizes.bias_heads
-    per_head, per_batch = heads // told_sizes.bias_heads, sizes.batch_size // told_sizes.bias_batches
+    own_head, own_batch = place % masking_sizes.bias_heads, place // masking_sizes.bias_heads
+    per_head, per_batch = heads // masking_sizes.bias_heads, sizes.batch_size // masking_sizes.bias_batches
     key = n + tl.arange(0, BLOCK_N)
     k_offsets = tile_offsets(strides.k, BLOCK_N, config.BLOCK_D, config)
     v_offsets = tile_offsets(strides.v, BLOCK_N, config.BLOCK_E, config)
@@ -478,11 +478,11 @@ def told_bias_kernel(
             head = own_head * per_head + number
             own_bias = bias
             if bias is not None:
-                own_bias = bias_of(bias, batch, head, told_sizes)
+                own_bias = bias_of(bias, batch, head, masking_sizes)
             slope = alibi
             if alibi is not None:
-                slope = slope_of(alibi, batch, head, told_sizes)
-            told = ToldHead(own_bias, slope, bits, told_sizes.bias.n, told_sizes.bias.m)
+                slope = slope_of(alibi, batch, head, masking_sizes)
+            masking = HeadMasking(own_bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
             k_ptr = base_of(k, batch, n, head // sizes.group, strides.k, config.VEC)
             v_ptr = base_of(v, batch, n, head // sizes.group, strides.v, config.VEC)
             for step in range(tl.cdiv(end_row - first_row, BLOCK_M)):
@@ -490,8 +490,8 @@ def told_bias_kernel(
                 low, high = keys_seen(m, tokens, mask, config)
                 slot = m * 0
                 if tiles is not None:
-                    at = mask_row(batch, head, told_sizes) * told_sizes.mask_rows + m // 128
-                    slot = tl.load(tiles + at * told_sizes.mask_columns + n // 128)
+                    at = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
+                    slot = tl.load(tiles + at * masking_sizes.mask_columns + n // 128)
                 if (slot != -2) & (n < high) & (n + BLOCK_N > low):
                     k_tile = load_tile(k_ptr + k_offsets, n, mask.keys, D, True)
                     v_tile = load_tile(v_ptr + v_offsets, n, mask.keys, E, True)
@@ -502,7 +502,7 @@ def told_bias_kernel(
                     )  # fmt: skip
                     query = m + tl.arange(0, BLOCK_M)
                     _, dlogits, _, _ = gradients_of_logits(
-                        rows, k_tile, v_tile, query, key, slot, told, tokens, mask, scale, config
+                        rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
                     )
                     if SUM_ROWS:
                         total += tl.sum(dlogits, axis=0)[None, :]
