@@ -125,7 +125,7 @@ class Placed:
 def place(array: Array, name: str, seed: int, device: torch.device | str) -> Placed:
     """Returns the tensor of an array, with numbers drawn from a seed."""
     numbers, memory = array.draw(seed, name).to(device), array.memory
-    filler = math.nan if array.is_floating else torch.iinfo(numbers.dtype).min
+    filler = math.nan if array.is_floating else array.dtype == "bool" or torch.iinfo(numbers.dtype).min
     size = memory.size * (2 if memory.negated else 1)
     storage = torch.full((size,), filler, dtype=numbers.dtype, device=device)
     cells = torch.view_as_complex(storage.view(-1, 2)) if memory.negated else storage

@@ -428,6 +428,7 @@ def _flash_attention(draft: _Draft) -> None:
         draft.array("block_table", table, "int32", 0.0, values="integers", numbers=pages)
     if draft.flag("sink", 0.2, compiled=2):
         draft.own_array("sink", (heads,))
+    masked = packed == "no" and not paged and _masks(draft, batch, heads, tokens, keys)
     draft.optional("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
     draft.switch("causal", compiled=2)
     if draft.flag("window", 0.3, compiled=1):
@@ -442,9 +443,32 @@ def _flash_attention(draft: _Draft) -> None:
     draft.backend(max(features, values) > 256)
     if on_cache and draft.options["backend"] == "triton":
         draft.optional("bits", (None, None, "batch", "chunks"), compiled=1)
-    if not (draft.recorded and any(array.grad for array in draft.arrays.values())):
+    if not masked and not (draft.recorded and any(array.grad for array in draft.arrays.values())):
         draft.switch("out", 0.3)  # `Prepared.run` makes the tensor
     draft.optional("matmul_precision", ("highest",) * 8 + ("high", "medium"), compiled=1)
+
+
+def _masks(draft: _Draft, batch: int, heads: int, tokens: int, keys: int) -> bool:
+    """Draw a mask, a bias and slopes for some calls of attention; returns True if there is one."""
+    if not (min(batch, heads, tokens, keys) > 0 and draft.flag("masked", 0.3, compiled=2)):
+        return False
+
+    def of_axes(name: str, sizes: _Shape) -> _Shape:
+        """Returns sizes of which each may be 1, for all."""
+        return tuple(1 if draft.flag(f"{name}.one{axis}", 0.3) else size for axis, size in enumerate(sizes))
+
+    kinds = ("mask", "bias", "alibi", "mask and bias", "bias and alibi", "mask, bias and alibi")
+    drawn = draft.choice("masked.by", kinds, compiled=2)
+    if "mask" in drawn:
+        shape = (*of_axes("mask", (batch, heads)), tokens, keys)
+        draft.array("mask", shape, "bool", 0.0, values="integers", numbers=(0, 1))
+    if "bias" in drawn:
+        draft.own_array("bias", (*of_axes("bias", (batch, heads, tokens)), keys))
+    if "alibi" in drawn:
+        own = draft.flag("alibi.each")
+        dtype = draft.choice("alibi.dtype", OWN_DTYPES, compiled=1)
+        draft.array("alibi", (batch, heads) if own else (heads,), dtype, 0.0, values="shares")
+    return True
 
 
 def _linear_attention(draft: _Draft) -> None:

@@ -161,8 +161,10 @@ class Prepared:
         """Returns the call with one entry of its batch alone, forward."""
         alone = copy.copy(self)
         tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
-        whole = ("theta", "weight", "bias")
-        shared = [name for name, x in tensors.items() if name in whole or x.dim() < 1 + (name == "decay")]
+        whole = ("theta", "weight", *(("bias",) if self.call.operator == "short_convolution" else ()))
+        axes = {"decay": 2, "alibi": 2}  # with an axis of the batch
+        shared = [name for name, x in tensors.items() if name in whole or x.dim() < axes.get(name, 1)]
+        shared += [name for name in ("mask", "bias") if name in tensors and tensors[name].shape[0] == 1]
         parts = {name: x if name in shared else x[index : index + 1] for name, x in tensors.items()}
         alone.arrays = {name: replace(self.arrays[name], tensor=part) for name, part in parts.items()}
         alone.gradients, alone.alone = [], True
