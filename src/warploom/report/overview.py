@@ -77,6 +77,11 @@ class Overview:
         return {result: counted[result] for result in RESULTS.values()}
 
     @property
+    def foreign(self) -> bool:
+        """True if PyTorch's definition stands for every operator, as on a CPU; the page asks."""
+        return bool(self.rows) and all(row.definition for row in self.rows)
+
+    @property
     def losses(self) -> str:
         """The operators that have cases in which an alternative is faster, and how many."""
         ours = [(row.operator, dot.result) for row in self.rows if row.ours for dot in row.dots]

@@ -105,8 +105,13 @@ def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch
     return list(zip(owners, builds.values()))
 
 
+OTHER_SPILLS = {"masked_key_kernel": 128}  # with a mask, a bias and slopes
+"""Bytes a thread that kernels of `record_others` may spill."""
+
+
 def record_others(arch: int) -> list[launch.Build]:
-    """Record the kernels that no operator's case launches: rotary attention's, and sums over ranks."""
+    """Record the kernels that no case launches: rotary attention's, those of masks, and sums over ranks."""
+    from warploom import flash_attention
     from warploom.distributed.kernels import sum_rows, sum_rows_kernel
     from warploom.ops.rotary_attention.api import rotary_attention
     from warploom.ops.rotary_attention.triton import rotate_kernel
@@ -114,9 +119,14 @@ def record_others(arch: int) -> list[launch.Build]:
     with launch.record_builds(arch) as builds:
         if arch == 90:  # elsewhere it is LRPE and attention, one after the other
             rotary_attention(torch.zeros(1, 2048, 12, 128, dtype=torch.bfloat16), torch.zeros(64), 4, 0.125)
+        q, k, v = (torch.zeros(1, n, 2, 64, dtype=torch.bfloat16, requires_grad=True) for n in (140, 270, 270))
+        bias, mask = torch.zeros(1, 1, 140, 270, requires_grad=True), torch.ones(1, 1, 140, 270, dtype=torch.bool)
+        out = flash_attention(q, k, v, mask=mask, bias=bias, alibi=torch.ones(2), backend="triton")
+        torch.autograd.grad(out, (q, k, v, bias), torch.zeros_like(out))
         rows, numbers = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
         sum_rows(rows, numbers, numbers, torch.zeros(3, 64, dtype=torch.bfloat16))
-    return [build for build in builds.values() if build.function in (rotate_kernel, sum_rows_kernel)]
+    others = (rotate_kernel, sum_rows_kernel)
+    return [b for b in builds.values() if b.function in others or b.function.__module__.endswith(".masked")]
 
 
 def take_evenly(
@@ -183,7 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for operator, variant in some[first - 1 :: step]
         ]
         if not names:
-            jobs += [(variant, arch, 0) for variant in record_others(arch)[: options.at_most]]
+            others = record_others(arch)[: options.at_most]
+            jobs += [(variant, arch, OTHER_SPILLS.get(variant.function.__name__, 0)) for variant in others]
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(build, *job) for job in jobs]
