@@ -251,6 +251,28 @@ def test_hidden_numbers_reach_nothing_on_kernels(backend: Any, device: torch.dev
             torch.testing.assert_close(each, expected)
 
 
+def without_gaps(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@backends
+def test_masks_and_what_was_saved_may_have_any_memory(backend: Any, device: torch.device) -> None:
+    """Autograd may keep tensors elsewhere and bring them back without gaps; plans must see that."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 2, 16, generator=generator).to(device).requires_grad_() for n in (40, 70, 70))
+    bias = torch.randn(1, 1, 1, 70, generator=generator).to(device).expand(1, 2, 40, 70).requires_grad_()
+    mask = block_mask(random_mask(1, 2, 40, 70)).to(device)
+    strided = BlockMask(mask.shape, *(torch.stack((x, x), -1)[..., 0] for x in mask[1:]))
+    found = []
+    move = torch.autograd.graph.saved_tensors_hooks
+    for own, pack in ((mask, lambda x: x), (strided, lambda x: x), (mask, without_gaps)):
+        with move(pack, lambda x: x):
+            out = flash_attention(q, k, v, mask=own, bias=bias, backend=backend)
+        found.append((out, *torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 @backends
 def test_nothing_to_attend_to(backend: Any, device: torch.device) -> None:
     q = torch.randn(2, 0, 4, 16, device=device)

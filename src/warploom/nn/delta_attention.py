@@ -15,6 +15,7 @@ from warploom.nn.cache import StateCache
 from warploom.nn.common import check_call, check_sizes, reset_linear, settle_head_dim
 from warploom.nn.positions import LRPE
 from warploom.ops.delta_attention.validation import Encoding
+from warploom.runtime.arguments import check_choice
 from warploom.runtime.backend import Backend
 from warploom.runtime.names import name_arguments
 
@@ -115,9 +116,8 @@ class DeltaAttention(nn.Module):
             raise fault(ArgumentError, "DeltaAttention", "key_heads", f"a divisor of heads = {heads}", key_heads)
         if taps < 2:
             raise fault(ArgumentError, "DeltaAttention", "taps", "at least 2", taps)
-        for name, value, options in (("decay", decay, get_args(Decay)), ("position", position, get_args(Encoding))):
-            if value not in options:
-                raise fault(ArgumentError, "DeltaAttention", name, f"one of {', '.join(options)}", repr(value))
+        check_choice("DeltaAttention", "decay", decay, get_args(Decay))
+        check_choice("DeltaAttention", "position", position, get_args(Encoding))
         self.heads, self.key_heads, self.head_dim, self.value_dim = heads, key_heads, head_dim, value_dim
         self.taps, self.backend = taps, backend
         channels = 2 * key_heads * head_dim + heads * value_dim

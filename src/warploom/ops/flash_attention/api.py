@@ -200,32 +200,18 @@ def flash_attention(
 
 
 def _run_reference(
-    inputs: FlashInputs, _: int, call: ValidatedCall, backend: str
+    inputs: FlashInputs | MaskedInputs, _: int, call: ValidatedCall, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     inputs = call.arrange(*inputs) if call.arrange else inputs  # type: ignore[assignment]
     q, options, return_lse = inputs.q, call.options, call.num_results == 2
     if options.bits == "chunks":
         raise BackendError(f"{NAME}: bits='chunks' is a promise of the kernels, which do not run here")
-    compute = fallback.define
+    way: Any = fallback.MASKED if isinstance(inputs, MaskedInputs) else fallback.UNMASKED
+    compute = way.define
     if backend == "auto" and not q.is_meta:
-        reason = fallback.obstacle(inputs, options)
+        reason = way.obstacle(inputs, options)
         if reason is None:
-            compute = fallback.attend
-        else:
-            fallback.warn_of_definition(NAME, reason)
-    results = compute(inputs, options, return_lse)
-    if isinstance(results, Tensor):
-        return reorder_like(q, results)
-    return reorder_like(q, results[0]), make_dense(results[1])
-
-
-def _run_masked(inputs: MaskedInputs, _: int, call: ValidatedCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    q, options, return_lse = inputs.q, call.options, call.num_results == 2
-    compute = fallback.define_masked
-    if backend == "auto" and not q.is_meta:
-        reason = fallback.masked_obstacle(inputs, options)
-        if reason is None:
-            compute = fallback.attend_masked
+            compute = way.attend
         else:
             fallback.warn_of_definition(NAME, reason)
     results = compute(inputs, options, return_lse)
@@ -252,5 +238,5 @@ def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
 
 
 _function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
-_function_masked = Function(NAME, check_masked, _run_masked, OPERATOR_MASKED, check_values=check_masked_values)
+_function_masked = Function(NAME, check_masked, _run_reference, OPERATOR_MASKED, check_values=check_masked_values)
 _function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

@@ -267,18 +267,17 @@ def plan_masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -
 
 
 def plan_masked_backward(
-    call: Call, masking: Masking, tensors: tuple[Tensor, ...], preprocess: variants.Preprocess, wants_bias: bool
+    call: Call, masking: Masking, rows: launch_masked.Rows, preprocess: variants.Preprocess, wants_bias: bool
 ) -> variants.MaskedBackward:
     """Returns the backward of a call with a mask, a bias or slopes, on q, k, v and the output's gradient."""
     note("backward", "MaskedBackward: masks, biases and slopes have kernels in Triton alone")
+    bias = masking.bias if wants_bias else None
     return variants.MaskedBackward(
         preprocess,
-        call.dtype == torch.float32,
-        launch_masked.plan_query(call, masking, *tensors),
-        launch_masked.plan_key(call, masking, *tensors),
-        launch_masked.plan_bias(call, masking, masking.bias, *tensors)
-        if wants_bias and masking.bias is not None
-        else None,
+        has_inverse=call.dtype == torch.float32,
+        query=launch_masked.plan_query(call, masking, rows),
+        key=launch_masked.plan_key(call, masking, rows),
+        bias=None if bias is None else launch_masked.plan_bias(call, masking, bias, rows),
     )
 
 

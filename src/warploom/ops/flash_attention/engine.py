@@ -241,11 +241,10 @@ def masked_backward(
     """Returns gradients of q, k, v, the sink and the bias of `masked_forward`, all without gaps."""
     q, k, v = inputs.q, inputs.k, inputs.v
     precision = precision_of(q, precision)
-    key = (
-        "masked", precision, grad.dtype, grad.stride(),
-        None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
-        q.stride(), k.stride(), v.stride(), inputs.out.stride(), wants_bias,
-    )  # fmt: skip
+    # Strides, because what autograd saved may come back with others: from the host's memory, for one.
+    given = (grad, grad_lse, q, k, v, inputs.out, masking.bias, masking.alibi)
+    strides = tuple([None if x is None else x.stride() for x in given])
+    key = ("masked", precision, grad.dtype, None if grad_lse is None else grad_lse.dtype, strides, wants_bias)
     plan = plans.known.get(key)
     if plan is None:
         call = Call.of(q, k, v, inputs.mask, scale, logits.softcap)._replace(precision=precision)

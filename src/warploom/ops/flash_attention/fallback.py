@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -181,6 +181,19 @@ def _attend_masked(inputs: MaskedInputs, seen: Tensor | None, options: FlashOpti
     parts = [checkpoint(block, *each, use_reentrant=False) if many else block(*each) for each in blocks]
     out, *lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
     return out.to(dtype), *lse
+
+
+class Fallback(NamedTuple):
+    """Ways to compute calls of a kind without kernels, given their tensors and options."""
+
+    obstacle: Callable[..., str | None]
+    define: Callable[..., Any]
+    attend: Callable[..., Any]
+
+
+UNMASKED = Fallback(obstacle, define, attend)
+MASKED = Fallback(masked_obstacle, define_masked, attend_masked)
+"""Functions of calls with a mask, a bias or slopes."""
 
 
 class _Differentiable(torch.autograd.Function):

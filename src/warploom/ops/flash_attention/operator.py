@@ -179,7 +179,8 @@ def _masking_of(inputs: MaskedInputs | MaskedSaved, options: FlashOptions) -> tu
     sink, bias, alibi = (None if x is None else x.resolve_neg() for x in (inputs.sink, inputs.bias, inputs.alibi))
     mask = MaskSpec(options.left, options.right, seqused_k=seqused_k)
     sink = None if sink is None else sink.contiguous()
-    return mask, Logits(options.softcap, sink), Masking(bias, alibi, *inputs[9:])
+    lists = (None if x is None else x.contiguous() for x in inputs[9:])
+    return mask, Logits(options.softcap, sink), Masking(bias, alibi, *lists)
 
 
 def _masked_forward(inputs: MaskedInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:

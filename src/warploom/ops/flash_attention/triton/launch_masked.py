@@ -23,6 +23,9 @@ from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
 
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys, values, and the output or its gradient."""
+
 _ROWS = ("q", "k", "v", "grad", "lse", "delta", "inverse")
 _OF_MASK = ("tiles", "counts", "listed", "bits", "bias", "alibi")
 
@@ -62,52 +65,46 @@ def tiles_of(call: Call, masking: Masking, backward: bool) -> Tiles:
 
 def plan_forward(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
     """Returns the launch of the forward."""
-    shape, tiles = call.shape, tiles_of(call, masking, False)
-    blocks = -(-shape.tokens // tiles.block_m)
-    return Launch(
-        masked_forward_kernel,
-        blocks * shape.batch_size * shape.heads,
-        takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", *_OF_MASK),
-        **_arguments(call, masking, tiles, blocks, q, k, v, out),
-    )
+    tiles = tiles_of(call, masking, False)
+    takes = ("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", *_OF_MASK)
+    blocks, heads = -(-call.shape.tokens // tiles.block_m), call.shape.heads
+    return _plan(masked_forward_kernel, takes, blocks, heads, call, masking, tiles, (q, k, v, out))
 
 
-def plan_query(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
-    """Returns the launch for the gradient of queries."""
-    shape, tiles = call.shape, tiles_of(call, masking, True)
-    blocks = -(-shape.tokens // tiles.block_m)
-    return Launch(
-        masked_query_kernel,
-        blocks * shape.batch_size * shape.heads,
-        takes=(*_ROWS, "dq", "seqused_k", *_OF_MASK),
-        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
-    )
+def plan_query(call: Call, masking: Masking, rows: Rows) -> Launch:
+    """Returns the launch for the gradient of queries; ``rows`` are q, k, v and the gradient of the output."""
+    tiles = tiles_of(call, masking, True)
+    blocks, heads = -(-call.shape.tokens // tiles.block_m), call.shape.heads
+    takes = (*_ROWS, "dq", "seqused_k", *_OF_MASK)
+    return _plan(masked_query_kernel, takes, blocks, heads, call, masking, tiles, rows)
 
 
-def plan_key(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
+def plan_key(call: Call, masking: Masking, rows: Rows) -> Launch:
     """Returns the launch for the gradients of keys and values."""
-    shape, tiles = call.shape, tiles_of(call, masking, True)
-    blocks = -(-shape.keys // tiles.block_n)
-    return Launch(
-        masked_key_kernel,
-        blocks * shape.batch_size * shape.key_heads,
-        takes=(*_ROWS, "dk", "dv", "seqused_k", *_OF_MASK),
-        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
-    )
+    tiles = tiles_of(call, masking, True)
+    blocks, heads = -(-call.shape.keys // tiles.block_n), call.shape.key_heads
+    takes = (*_ROWS, "dk", "dv", "seqused_k", *_OF_MASK)
+    return _plan(masked_key_kernel, takes, blocks, heads, call, masking, tiles, rows)
 
 
-def plan_bias(call: Call, masking: Masking, bias: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Launch:
+def plan_bias(call: Call, masking: Masking, bias: Tensor, rows: Rows) -> Launch:
     """Returns the launch for the gradient of a bias."""
     shape, tiles = call.shape, tiles_of(call, masking, True)
     sum_rows = bias.shape[2] == 1
     blocks = 1 if sum_rows else -(-shape.tokens // tiles.block_m)
-    return Launch(
-        masked_bias_kernel,
-        -(-shape.keys // tiles.block_n) * blocks * bias.shape[0] * bias.shape[1],
-        takes=(*_ROWS, "dbias", "seqused_k", "tiles", "bits", "bias", "alibi"),
-        SUM_ROWS=sum_rows,
-        **_arguments(call, masking, tiles, blocks, q, k, v, grad),
-    )
+    programs = -(-shape.keys // tiles.block_n) * blocks * bias.shape[0] * bias.shape[1]
+    takes = (*_ROWS, "dbias", "seqused_k", "tiles", "bits", "bias", "alibi")
+    arguments = _arguments(call, masking, tiles, blocks, *rows)
+    return Launch(masked_bias_kernel, programs, takes=takes, SUM_ROWS=sum_rows, **arguments)
+
+
+def _plan(
+    kernel: Any, takes: tuple[str, ...], blocks: int, heads: int, call: Call, masking: Masking, tiles: Tiles,
+    rows: Rows,
+) -> Launch:  # fmt: skip
+    """Returns a launch with a program for each block of rows of each head."""
+    arguments = _arguments(call, masking, tiles, blocks, *rows)
+    return Launch(kernel, blocks * call.shape.batch_size * heads, takes=takes, **arguments)
 
 
 def _arguments(

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 
 from warploom.device.activations import LOG2_E, power_of_two, tanh
+from warploom.device.online_softmax import update_softmax
 from warploom.device.product import product, round_to
+from warploom.ops.flash_attention.triton.backward import uncap_gradients
+from warploom.ops.flash_attention.triton.forward import Softmax, store_results
 from warploom.ops.flash_attention.triton.tiles import (
     ForwardStrides,
     Mask,
@@ -24,13 +27,12 @@ from warploom.ops.flash_attention.triton.tiles import (
     as_factor,
     base_of,
     load_tile,
+    loop_bounds,
     store_tile,
     tile_offsets,
     used_keys,
     visible,
 )
-
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class BiasStrides(NamedTuple):
@@ -58,7 +60,10 @@ class MaskingSizes(NamedTuple):
 
 
 class HeadMasking(NamedTuple):
-    """Mask, bias and slope of a head: pointers, a slope in powers of two, and strides."""
+    """Mask, bias and slope of a head: pointers, a slope in powers of two, and strides.
+
+    Every kernel makes it itself: a function that did would return None for what a call lacks, which Triton 3.6 cannot.
+    """
 
     bias: tl.tensor | None
     slope: tl.tensor | None
@@ -160,15 +165,12 @@ def mask_row(batch, head, sizes):
 @triton.jit
 def keys_seen(m, tokens, mask, config: tl.constexpr):
     """Returns bounds of the keys that a tile of queries sees by position."""
-    first = m + mask.keys - tokens
-    low = m * 0
-    high = mask.keys
-    if config.HAS_LEFT:
-        low = tl.maximum(first - mask.left, 0)
-    if config.HAS_RIGHT:
-        last = tl.minimum(m + config.BLOCK_M, tokens) - 1 + mask.keys - tokens
-        high = tl.minimum(high, tl.maximum(last + mask.right + 1, 0))
-    return low, high
+    offset = mask.keys - tokens
+    last = tl.minimum(m + config.BLOCK_M, tokens) - 1 + offset
+    loop = loop_bounds(
+        m + offset, last, mask.left, mask.right, mask.keys, 0, 1, config.HAS_LEFT, config.HAS_RIGHT, 1
+    )
+    return loop.begin, loop.end
 
 
 @triton.jit
@@ -222,34 +224,18 @@ def masked_forward_kernel(
         logits, seen, _ = mask_logits(
             products, query, n + tl.arange(0, BLOCK_N), slot, masking, tokens, mask, scale, config
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = power_of_two(logits - base[:, None])
-        rescale = power_of_two(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        row_max = new_max
+        weights, row_sum, row_max, rescale = update_softmax(logits, 1.0, row_sum, row_max, True)
         v_tile = tl.where(some(seen, 0)[:, None], v_tile, tl.zeros_like(v_tile))
         weights = as_factor(weights, v.dtype.element_ty, PRECISION)
         acc = product(weights, v_tile, acc * rescale[:, None], PRECISION)
-    if sink is not None:
-        logit = tl.load(sink + head).to(tl.float32) * LOG2_E
-        new_max = tl.maximum(row_max, logit)
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = power_of_two(row_max - base)
-        acc *= rescale[:, None]
-        row_sum = row_sum * rescale + power_of_two(logit - base)
-        row_max = new_max
-    there = tl.where(row_sum == 0.0, 1.0, row_sum)  # where no key was seen: 0 / 1, and lse −inf + 0
     out_ptr = base_of(out, batch, m, head, strides.out, config.VEC)
-    store_tile(
-        out_ptr + tile_offsets(strides.out, BLOCK_M, config.BLOCK_E, config), acc / there[:, None], m, tokens, E
-    )
-    size = tl.cast(sizes.batch_size, tl.int64) * heads * tokens
-    rows = row.to(tl.int64) * tokens + query
     in_range = query < tokens
-    tl.store(statistics + rows, row_max, mask=in_range)
-    tl.store(statistics + size + rows, row_sum, mask=in_range)
-    tl.store(lse + rows, (row_max + tl.log2(there)) * LN_2, mask=in_range)
+    inside = in_range[:, None] & (tl.arange(0, config.BLOCK_E) < E)[None, :]
+    store_results(
+        Softmax(acc, row_sum, row_max), sink, head, out_ptr, tile_offsets(strides.out, BLOCK_M, config.BLOCK_E, config),
+        inside, lse, statistics, row.to(tl.int64) * tokens + query, in_range,
+        tl.cast(sizes.batch_size, tl.int64) * heads * tokens,
+    )  # fmt: skip
 
 
 class MaskedQueries(NamedTuple):
@@ -290,7 +276,7 @@ def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, masking, tokens,
     dlogits = tl.where(seen, weights * (dweights - rows.delta[:, None]), 0.0)
     dproducts = dlogits
     if config.SOFTCAP is not None:
-        dproducts = tl.where(seen, dlogits * (1.0 - capped * capped), 0.0)
+        dproducts = tl.where(seen, uncap_gradients(dlogits, capped, config), 0.0)
     return weights, dlogits, dproducts, seen
 
 
@@ -356,14 +342,9 @@ def masked_query_kernel(
 def queries_seeing(n, tokens, mask, config: tl.constexpr):
     """Returns bounds of the queries that see a tile of keys by position."""
     offset = mask.keys - tokens
-    low = n * 0
-    high = n * 0 + tokens
-    if config.HAS_RIGHT:
-        low = tl.minimum(tl.maximum(n - offset - mask.right, 0), tokens)
-    if config.HAS_LEFT:
-        last = tl.minimum(n + config.BLOCK_N, mask.keys) - 1
-        high = tl.minimum(high, tl.maximum(last - offset + mask.left + 1, 0))
-    return low, tl.where(n < mask.keys, high, 0)
+    last = tl.minimum(n + config.BLOCK_N, mask.keys) - 1 - offset
+    loop = loop_bounds(n - offset, last, mask.right, mask.left, tokens, 0, 1, config.HAS_RIGHT, config.HAS_LEFT, 1)
+    return loop.begin, tl.where(n < mask.keys, loop.end, loop.begin)
 
 
 @triton.jit
