@@ -10,6 +10,7 @@ import seeds
 import torch
 import torch.nn.functional as F
 
+from warploom import flash_attention
 from warploom.errors import ArgumentError, BackendError
 from warploom.integrations import sdpa
 from warploom.runtime.backend import HAS_TRITON
@@ -108,6 +109,125 @@ def test_what_the_kernels_do_not_take_is_pytorchs(device: torch.device) -> None:
         assert sdpa._attend_packed(*packed, **{name: torch.ones(1, device=device)}) is None
     with pytest.raises(BackendError, match="no flash attention of its own"):
         sdpa._prefer(lambda *_: None, None)(None)
+
+
+@pytest.fixture
+def _active_everywhere(_everywhere: None) -> Iterator[None]:
+    """PyTorch's attention is ours for tensors on a CPU too."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA"):
+        library.impl(sdpa._ATTENTION, sdpa._attend, key)
+    yield
+    library._destroy()
+
+
+def window_of(tokens: int, keys: int) -> Tensor:
+    """A boolean mask (N, M) whose first row sees nothing."""
+    seen = (torch.arange(keys) - torch.arange(tokens)[:, None]).abs() < 6
+    seen[0] = False
+    return seen
+
+
+LENGTHS = 20, 37
+NUMBERS = torch.randn(2, 4, *LENGTHS, generator=torch.Generator().manual_seed(1))
+MASKS: dict[str, Tensor] = {
+    "boolean": window_of(*LENGTHS),
+    "of entries": torch.stack([window_of(*LENGTHS), window_of(*LENGTHS).flip(1)])[:, None],
+    "of keys": torch.arange(37).expand(2, 1, 1, 37) < torch.tensor([30, 5]).view(2, 1, 1, 1),
+    "of queries": (torch.arange(20) > 3)[:, None],
+    "numbers": NUMBERS,
+    "of heads": NUMBERS[0].masked_fill(~window_of(*LENGTHS), -torch.inf),
+    "of one row": NUMBERS[:, :1, :1],
+    "of one column": NUMBERS[:1, :, :, :1],
+}
+
+
+def both(*inputs: Any, grad: Tensor, **options: Any) -> Iterator[list[Tensor]]:
+    """Yields output and gradients of PyTorch's attention by PyTorch's matrices, and as it is."""
+    leaves = [x for x in inputs if x.requires_grad]
+    for backends in (["MATH"], ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]):
+        with torch.nn.attention.sdpa_kernel([getattr(torch.nn.attention.SDPBackend, b) for b in backends]):
+            out = F.scaled_dot_product_attention(*inputs, **options)
+            yield [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+@kernels
+@pytest.mark.usefixtures("_active_everywhere")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks(mask: Tensor, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of every shape that broadcasts, and gradients of those that have one."""
+    ran: list[Any] = []
+    monkeypatch.setattr(
+        sdpa, "flash_attention", lambda *args, **options: ran.append(options) or flash_attention(*args, **options)
+    )
+    shapes = (2, 4, 20, 16), (2, 2, 37, 16), (2, 2, 37, 24), (2, 4, 20, 24)
+    q, k, v, grad = (x.to(dtype) for x in drawn(device, *shapes))
+    mask = mask.to(device)
+    if mask.dtype != torch.bool:
+        mask = mask.to(dtype).requires_grad_()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wanted, found = both(*leaves, mask, grad=grad, enable_gqa=True, scale=0.3)
+    assert len(ran) == 1
+    for one, other in zip(found, wanted):
+        assert one.shape == other.shape
+        close(one, other)
+
+
+@kernels
+@pytest.mark.usefixtures("_active_everywhere")
+def test_masks_in_inference_mode_and_compiled(device: torch.device, fresh_dynamo: None) -> None:
+    q, k, v = drawn(device, *[(1, 2, 20, 16)] * 3)
+    mask = window_of(20, 20).to(device)
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask.float().log())
+    with torch.inference_mode():
+        close(F.scaled_dot_product_attention(q.clone(), k.clone(), v.clone(), mask), expected)
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = compiled(*leaves, mask)
+    close(out, expected)
+    found = torch.autograd.grad(out.sum(), leaves)
+    again = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, mask).sum(), leaves)
+    torch.testing.assert_close(found, again)
+
+
+@pytest.mark.usefixtures("_active_everywhere")
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ([(2, 4, 8, 16)] * 3, {"dropout_p": 1e-9}),
+        ([(4, 8, 16)] * 3, {}),
+        ([(2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)], {}),
+        ([(1, 1, 8, 264)] * 3, {}),
+        ([(2, 4, 8, 16), (2, 1, 8, 16), (2, 1, 8, 16)], {}),
+    ],
+    ids=["dropout", "three axes", "entries that broadcast", "wide", "heads that broadcast"],
+)
+def test_masks_that_the_kernels_do_not_take_are_pytorchs(
+    shapes: Any, options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "flash_attention", None)
+    q, k, v = drawn(device, *shapes)
+    mask = torch.ones(8, 8, dtype=torch.bool, device=device).tril()
+    out = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        close(out, F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.usefixtures("_active_everywhere")
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (torch.ones(8, 9), {}),
+        (torch.ones(8, 8, dtype=torch.int32), {}),
+        (torch.ones(1, 2, 1, 8, 8), {}),
+    ],
+    ids=["size", "integers", "axes"],
+)
+def test_wrong_masks_are_pytorchs_errors(mask: Tensor, options: dict[str, Any], device: torch.device) -> None:
+    (q,) = drawn(device, (1, 2, 8, 16))
+    with pytest.raises(RuntimeError, match=r"mask|size|shape"):
+        F.scaled_dot_product_attention(q, q, q, mask.to(device), **options)
 
 
 @registry

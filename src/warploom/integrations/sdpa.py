@@ -2,8 +2,8 @@
 
 PyTorch's flash attention is a few operators of `aten` for CUDA. While warploom is the active implementation, these
 run its kernels. They run PyTorch's own where ours do not support a call: with dropout, or on GPUs before Ampere.
-PyTorch still chooses among flash, cuDNN's and efficient attention for each call. Calls that it does not give to
-flash attention, such as those with a mask, are not changed.
+PyTorch still chooses among flash, cuDNN's and efficient attention for each call without a mask. Its own flash
+attention takes no masks, so calls with one are taken before that choice, where flash attention is enabled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from warploom import flash_attention
 from warploom.errors import ArgumentError, BackendError, fault
 from warploom.runtime.backend import use_triton
+from warploom.runtime.sharding import is_sharded
 
 __all__ = ["register"]
 
@@ -24,6 +25,7 @@ _LOG2_E = 1.4426950408889634
 _MAX_FEATURES = 256  # of our kernels and PyTorch's
 _DENSE, _DENSE_BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
 _PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
+_ATTENTION = "scaled_dot_product_attention"
 
 
 def register(name: str = "warploom") -> None:
@@ -33,8 +35,11 @@ def register(name: str = "warploom") -> None:
     `torch.nn.attention.varlen.varlen_attn` that PyTorch gives to flash attention on a GPU run on our kernels,
     forward and backward, until ``torch.nn.attention.restore_flash_attention_impl()``. Needs PyTorch 2.11 or newer.
 
-    On Hopper and newer GPUs PyTorch may prefer cuDNN's attention to flash attention. To choose flash attention,
-    call under ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``, or once
+    Calls with an ``attn_mask``, boolean or of numbers, run on our kernels too, float32 included; numbers have a
+    gradient. PyTorch's own stands where a call has dropout, or flash attention is disabled.
+
+    On Hopper and newer GPUs PyTorch may prefer cuDNN's attention to flash attention for calls without a mask. To
+    choose flash attention, call under ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``, or once
     ``torch.backends.cuda.enable_cudnn_sdp(False)``.
 
     Args:
@@ -79,9 +84,12 @@ class _Active:
         }
         # Look them up before they are overridden. A PyTorch without CUDA has none.
         found = {name: _kernel_of(name) for name in overrides}
-        self.library: Any = torch.library.Library("aten", "IMPL", "CUDA")
+        self.library: Any = torch.library.Library("aten", "IMPL")
         for name, override in overrides.items():
             self.library.impl(name, _prefer(override, found[name]), "CUDA", with_keyset=True)
+        # PyTorch composes this function of others, also for autograd. In inference mode there is no key for that.
+        for key in ("AutogradCUDA", "CUDA"):
+            self.library.impl(_ATTENTION, _attend, key)
 
     def remove(self) -> None:
         """Restore PyTorch's own kernels."""
@@ -155,6 +163,53 @@ def _window(is_causal: bool, left: int | None = None, right: int | None = None) 
     """Returns the window of the kernels, with None for no bound instead of −1."""
     bounds = [None if bound is None or bound < 0 else bound for bound in (left, right)]
     return bounds[0], 0 if is_causal else bounds[1]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in for ``aten::scaled_dot_product_attention``, and takes calls with a mask itself."""
+    if attn_mask is not None and not is_causal and torch.backends.cuda.flash_sdp_enabled():
+        fits = not is_sharded((query, key, value, attn_mask)) and _is_supported(query, value, dropout_p)
+        mask = _spread_mask(query, key, value, attn_mask, enable_gqa) if fits else None
+        if mask is not None:
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            option: Any = {"mask" if mask.dtype == torch.bool else "bias": mask}
+            out: Tensor = flash_attention(q, k, v, scale=scale, backend="triton", **option)
+            return out.transpose(1, 2)
+    theirs: Any = torch.ops.aten.scaled_dot_product_attention.default.decompose
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return theirs(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+
+
+def _spread_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, enable_gqa: bool) -> Tensor | None:
+    """Returns the mask with four axes, as `flash_attention` takes it; None if the kernels do not take the call."""
+    if any(t.dim() != 4 or t.numel() == 0 or t.dtype != q.dtype for t in (q, k, v)) or mask.dim() > 4:
+        return None
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype) or mask.device != q.device:
+        return None
+    batch, heads, tokens, features = q.shape
+    key_batch, key_heads, keys, key_features = k.shape
+    grouped = enable_gqa and heads % key_heads == 0
+    if (key_batch, key_features, v.shape[:3]) != (batch, features, k.shape[:3]) or not (
+        key_heads == heads or grouped
+    ):
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    sizes = (batch, heads, tokens, keys)
+    if any(own not in (1, size) for own, size in zip(mask.shape, sizes)):
+        return None
+    if mask.dtype == torch.bool:
+        return mask.expand(-1, -1, tokens, keys)
+    return mask.expand(-1, -1, -1, keys)
 
 
 def _dense(
