@@ -2,7 +2,8 @@
 
 A model of transformers calls two functions under one name: a mask function, once for each kind of layer, and an
 attention function in every layer. The model passes the result of the first to the second. Here that is a `Visible`,
-which says which keys are seen by arguments of `warploom.flash_attention`, and is no matrix of queries by keys.
+which says which keys are seen by arguments of `warploom.flash_attention`, and is no matrix of queries by keys. A
+matrix that a user or a model made is read in the first layer that is given it.
 
 A batch with padding becomes packed sequences, without a copy. Only if an entry has fewer queries than keys, in
 decoding, are its keys and values copied to its front.
@@ -37,10 +38,11 @@ def register(name: str = "warploom") -> None:
 
     A mask function is called on every query and key, and its result is expressed by arguments of
     `warploom.flash_attention`: causal or full attention, a sliding window, padding, and sequences or chunks that
-    see only themselves. Other models raise an error at their first forward. Not supported are other masks, such as
-    images that see themselves in both directions, masks given as a matrix, masks with gaps between tokens, dropout
-    of attention weights, returned weights (``output_attentions``), a bias by position, and keys that are not
-    in the mask. Attention of a padded query is 0.
+    see only themselves. Other masks, such as images that see themselves in both directions and padding between
+    tokens, are masks by tiles (`block_mask`). A matrix of four axes, boolean or added to logits, is taken for what
+    it shows, and a bias by position, as T5 has, is added. Not supported are dropout of attention weights, returned
+    weights (``output_attentions``), and keys that are not in the mask: models raise an error at their first
+    forward. Attention of a padded query is 0, but in masks by tiles, where it sees what the mask shows.
 
     A mask is read once in each forward for each kind of layer, and once for each size if it does not depend on a
     tensor. It is read on the host. So ``torch.compile`` breaks the graph before the first layer, and

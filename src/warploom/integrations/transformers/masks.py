@@ -1,4 +1,8 @@
-"""Masks of transformers: the keys that each query sees, read from the values of a mask function."""
+"""Masks of transformers: the keys that each query sees, read from the values of a mask function or of a matrix.
+
+Most masks come down to arguments of attention: causal or full, a window, lengths, packed sequences. What does not
+is a mask by tiles, and a matrix of other numbers than 0 and the lowest is a bias.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,11 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from warploom import BlockMask, block_mask
 from warploom.errors import ArgumentError, BackendError, fault
+from warploom.runtime.modes import holds_data
 
 Tensor = torch.Tensor
 
@@ -24,8 +31,8 @@ class Visible:
     """The keys that queries see, as arguments of attention; the result of the mask function.
 
     With ``cu_seqlens_q``, queries and keys of all batch entries are packed sequences, in this order. Without, the
-    last query of an entry is aligned with its last key, given by ``seqused_k``. It is no tensor, and use as a
-    matrix raises.
+    last query of an entry is aligned with its last key, given by ``seqused_k``. With ``mask`` all is in that. It is
+    no tensor, and use as a matrix raises.
     """
 
     causal: bool
@@ -37,6 +44,8 @@ class Visible:
     order_k: Tensor | None = None  # (B, M): an order of the keys of each entry in which visible ones come first
     seqused_k: Tensor | None = None  # (B,): visible keys of an entry
     positions: bool = False  # True if sequences come from position_ids that start again
+    mask: BlockMask | Tensor | None = None  # (B or 1, Hq or 1, N, M): of what no other argument shows
+    bias: Tensor | None = None  # (B or 1, Hq or 1, N or 1, M): numbers that a matrix adds to logits
 
     ndim = 0  # read by transformers, which distinguishes masks of two and of four axes
 
@@ -47,8 +56,41 @@ class Visible:
     def to(self, *args: Any, **kwargs: Any) -> Visible:
         """Returns it with its tensors on another device, for models on several devices."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: Any = {n: t.to(*args, **kwargs) for n, t in values.items() if isinstance(t, Tensor)}
+        moved: Any = {n: t.to(*args, **kwargs) for n, t in values.items() if isinstance(t, Tensor | BlockMask)}
         return replace(self, **moved)
+
+    @property
+    def in_place(self) -> bool:
+        """True if queries and keys of an entry keep their places, so that a bias fits them."""
+        return self.cu_seqlens_q is None and self.order_k is None
+
+    def spread(self, batch: int, queries: int, keys: int) -> Visible:
+        """Returns the same keys as a boolean mask (B, 1, N, M), in which all keep their places."""
+        if self.cu_seqlens_q is not None:
+            cu_seqlens_q = self.cu_seqlens_q.long()
+            cu_seqlens_k = cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k.long()
+            q_idx = torch.arange(batch * queries, device=cu_seqlens_q.device).view(batch, queries, 1)
+            kv_idx = torch.arange(batch * keys, device=cu_seqlens_q.device).view(batch, 1, keys)
+            sequence = torch.searchsorted(cu_seqlens_q, q_idx, right=True)  # from 1 on
+            seen = sequence == torch.searchsorted(cu_seqlens_k, kv_idx, right=True)
+            seen = seen & (sequence < len(cu_seqlens_q))  # tokens behind the last belong to none
+            offset = (cu_seqlens_k - cu_seqlens_q)[sequence.clamp(max=len(cu_seqlens_q) - 1)]
+        elif self.seqused_k is not None:
+            used = self.seqused_k.long()[:, None, None]
+            first = torch.zeros_like(used) if self.order_k is None else self.order_k[:, :1, None].long()
+            q_idx = torch.arange(queries, device=used.device)[:, None]
+            kv_idx = torch.arange(keys, device=used.device)
+            seen = ((kv_idx >= first) & (kv_idx < first + used)).expand(batch, queries, keys)
+            offset = first + used - queries
+        else:
+            return self
+        distance = kv_idx - q_idx - offset
+        left, right = self.window or (None, None)
+        if left is not None:
+            seen = seen & (distance >= -left)
+        if self.causal or right is not None:
+            seen = seen & (distance <= (right or 0))
+        return Visible(False, None, queries, keys, mask=seen[:, None])
 
     def __getitem__(self, key: Any) -> Any:
         raise _make_matrix_error("a slice of the mask")
@@ -109,11 +151,96 @@ def _make_visible(
     static = isinstance(q_offset, Tensor)  # a static cache, in a compiled step, whose mask keeps its form
     call = _MaskCall(batch_size, q_length, kv_length, int(q_offset), kv_offset, local_size, use_vmap, static)
     function = import_masking().causal_mask_function if mask_function is None else mask_function
-    pattern = _find_pattern(function, call, torch.device(device))
-    real = None if attention_mask is None else _read_padding(attention_mask, pattern, call)
-    visible = _describe(pattern, real, call)
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool().cpu()
+        _check_gaps(attention_mask, call)
+    try:
+        pattern = _find_pattern(function, call, torch.device(device))
+        real = None if attention_mask is None else _find_padding(attention_mask, pattern, call)
+        visible = _describe(pattern, real, call)
+    except _IrregularError:
+        return _make_mask(function, attention_mask, call, torch.device(device))
+    if hasattr(config, _BIAS_OF_POSITIONS) and not visible.in_place:
+        found: Any = visible.spread(batch_size, q_length, kv_length).mask
+        return Visible(False, None, q_length, kv_length, mask=found if static else block_mask(found)).to(device)
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     return replace(visible, positions=attention_mask is None and not chunked).to(device)
+
+
+_BIAS_OF_POSITIONS = "relative_attention_num_buckets"
+"""A field of configurations whose layers add a bias by position to logits: T5's and others'."""
+
+
+class _IrregularError(Exception):
+    """An error for masks that are none of the patterns that arguments of attention show."""
+
+
+def _make_mask(
+    function: Callable[..., Any], attention_mask: Tensor | None, call: _MaskCall, device: torch.device
+) -> Visible:
+    """Returns the keys that a mask function shows, less padding, as a mask by tiles."""
+    real = None
+    if attention_mask is not None:
+        real = attention_mask[:, call.kv_offset : call.kv_offset + call.keys].to(device)
+        real = torch.nn.functional.pad(real, (0, call.keys - real.shape[1]))
+
+    def shows(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        seen = function(b, h, q_idx + call.q_offset, kv_idx + call.kv_offset)
+        return seen if real is None else seen & real[b, kv_idx]
+
+    batch = 1 if real is None and _find_form(function) is not None else call.batch
+    made: Any = block_mask(shows, B=batch, N=call.queries, M=call.keys, device=device)
+    return Visible(False, None, call.queries, call.keys, mask=made.dense() if call.static else made)
+
+
+_matrices: Any = WeakIdKeyDictionary()
+"""The results of `read_matrix` by matrix, which all layers of a forward are given, each with its state then."""
+
+
+def read_matrix(matrix: Tensor, batch: int, queries: int, keys: int) -> Visible:
+    """Returns the keys that a matrix (B or 1, H or 1, N or 1, M) shows, and what it adds to logits.
+
+    It is read on the host, once, where that can be. A boolean matrix is true where a key takes part.
+    """
+    visible = Visible(False, None, queries, keys)
+    shows = matrix.dtype == torch.bool
+    if not _is_readable(matrix):
+        if shows:
+            return replace(visible, mask=matrix.expand(-1, -1, queries, -1))
+        return replace(visible, bias=matrix)
+    state = matrix._version, batch, queries
+    if matrix not in _matrices or _matrices[matrix][0] != state:
+        if shows:
+            found = _read_seen(matrix, batch, visible)
+        else:
+            hidden = matrix <= torch.finfo(matrix.dtype).min / 2
+            if bool(((matrix == 0) | hidden).all()):
+                found = _read_seen(~hidden, batch, visible)
+            else:  # the lowest number times log₂ e would be below all
+                found = replace(visible, bias=matrix.masked_fill(hidden, -torch.inf))
+        _matrices[matrix] = state, found
+    kept: Visible = _matrices[matrix][1]
+    return kept
+
+
+def _is_readable(matrix: Tensor) -> bool:
+    if not holds_data(matrix) or matrix.requires_grad or matrix.is_inference():
+        return False
+    return not (matrix.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _read_seen(seen: Tensor, batch: int, visible: Visible) -> Visible:
+    """Returns the keys that a boolean matrix shows."""
+    queries, keys = visible.queries or 0, visible.keys or 0
+    seen = seen.expand(-1, -1, queries, -1)
+    if seen.shape[1] == 1 and queries <= keys:
+        call = _MaskCall(batch, queries, keys, keys - queries, 0, None, False, False)
+        rows = seen[:, 0].view(torch.uint8).expand(batch, -1, -1)
+        try:
+            return _describe(_infer(_find_ends(rows).cpu(), call), None, call).to(seen.device)
+        except _IrregularError:
+            pass
+    return replace(visible, mask=block_mask(seen))
 
 
 class _MaskCall(NamedTuple):
@@ -161,22 +288,28 @@ _PAIRS = 2**24
 _PAIRS_ON_HOST = 2**18
 """The most pairs for which a mask that depends on no tensor is read on the CPU, without waiting for a GPU."""
 _MOST_KNOWN = 1024
-_known: dict[Hashable, _Pattern] = {}
+_known: dict[Hashable, _Pattern | None] = {}
 
 
 def _find_pattern(function: Callable[..., Any], call: _MaskCall, device: torch.device) -> _Pattern:
     """Returns the pattern of a mask function. That of a function without tensors is read once for each call."""
     form = _find_form(function)
     if form is None:
-        return _infer(*_read_rows(function, call, call.batch, device), call, function)
+        return _infer(_read_rows(function, call, call.batch, device), call)
     key = (form, call._replace(batch=1))
     if key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         on_host = call.queries * call.keys <= _PAIRS_ON_HOST
         rows = _read_rows(function, call, 1, torch.device("cpu") if on_host else device)
-        _known[key] = _infer(*rows, call, function)
-    return _known[key]
+        try:
+            _known[key] = _infer(rows, call)
+        except _IrregularError:
+            _known[key] = None
+    found = _known[key]
+    if found is None:
+        raise _IrregularError
+    return found
 
 
 def _find_form(x: Any) -> Hashable | None:
@@ -192,10 +325,8 @@ def _find_form(x: Any) -> Hashable | None:
     return None if cells is None else (x.__code__, cells)
 
 
-def _read_rows(
-    function: Callable[..., Any], call: _MaskCall, batch: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns the first key of every query (B, N), and one behind its last. A gap between them raises."""
+def _read_rows(function: Callable[..., Any], call: _MaskCall, batch: int, device: torch.device) -> Tensor:
+    """Returns the first key of every query (B, N), one behind its last, and how many it sees."""
     count = max(_PAIRS // max(batch * call.keys, 1), 1)
     parts = []
     for start in range(0, call.queries, count):
@@ -203,16 +334,21 @@ def _read_rows(
             batch, min(count, call.queries - start), call.keys, call.q_offset + start, call.kv_offset,
             mask_function=function, allow_is_causal_skip=False, use_vmap=call.use_vmap, device=device,
         )[:, 0].contiguous().view(torch.uint8)  # fmt: skip
-        end = call.keys - seen.flip(-1).argmax(-1)
-        parts.append(torch.stack((seen.argmax(-1), end, seen.sum(-1, dtype=torch.int32))))
-    first, end, seen_keys = torch.cat(parts, -1).cpu()
-    if not torch.equal(end - first, seen_keys):
-        raise _make_unknown_error(function)
-    return first, end
+        parts.append(_find_ends(seen))
+    return torch.cat(parts, -1).cpu()
 
 
-def _infer(first: Tensor, end: Tensor, call: _MaskCall, function: Any) -> _Pattern:
-    """Returns the pattern in which every query sees exactly the keys ``first … end − 1``."""
+def _find_ends(seen: Tensor) -> Tensor:
+    """Returns (3, B, N) the first key of every query, one behind its last, and the number; ``seen`` are bytes."""
+    end = seen.shape[-1] - seen.flip(-1).argmax(-1)
+    return torch.stack((seen.argmax(-1), end, seen.sum(-1, dtype=torch.int32)))
+
+
+def _infer(rows: Tensor, call: _MaskCall) -> _Pattern:
+    """Returns the pattern in which every query sees exactly the keys ``first … end − 1``. A gap there raises."""
+    first, end, count = rows
+    if not torch.equal(end - first, count):
+        raise _IrregularError
     places = call.places.expand_as(first)
     starts = torch.ones_like(first, dtype=torch.bool)
     starts[:, 1:] = (first[:, 1:] >= places[:, 1:]) & (end[:, :-1] <= places[:, 1:])
@@ -241,12 +377,12 @@ def _infer(first: Tensor, end: Tensor, call: _MaskCall, function: Any) -> _Patte
     expected_end = torch.minimum(run_end, places + 1) if causal else expected_end
     right_numbers = all(bound is None or bound >= 0 for bound in (left, right))
     if not right_numbers or not torch.equal(first, expected_first) or not torch.equal(end, expected_end):
-        raise _make_unknown_error(function)
+        raise _IrregularError
     if aligned and not torch.equal(run_end, last + 1):
         if bool((last >= call.keys).any()):
             expected = f"of {call.queries + call.q_offset - call.kv_offset} keys or more"
             raise fault(ArgumentError, ATTENTION, "past_key_values", expected, call.keys)
-        raise _make_unknown_error(function)
+        raise _IrregularError
     window = None if left is None and right is None else (left, right)
     return _Pattern(causal, window, starts, run_first, run_end)
 
@@ -256,28 +392,28 @@ def _find_bound(distances: Tensor, bounded: Tensor) -> int | None:
     return int(distances[bounded].max()) if bool(bounded.any()) else None
 
 
-def _make_unknown_error(function: Any) -> BackendError:
-    name = getattr(function, "__qualname__", function)
-    return BackendError(
-        f"{ATTENTION} cannot do the mask of this model ({name}): it does causal and full attention, with a sliding "
-        "window, padding, and sequences or chunks that see themselves alone"
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Arguments of attention
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _read_padding(attention_mask: Tensor, pattern: _Pattern, call: _MaskCall) -> tuple[Tensor, Tensor] | None:
-    """Returns the first key (B, 1) of each entry without padding, and one behind the last; None without padding."""
-    real = attention_mask.bool().cpu()
+def _check_gaps(real: Tensor, call: _MaskCall) -> None:
+    """Refuse padding (B, M) in front of new tokens: with padding on the right generate continues a padded query."""
+    before, new = real[:, : call.q_offset], real[:, call.q_offset :]
+    if before.shape[1] and bool((before.any(1) & ~before[:, -1] & new.any(1)).any()):
+        expected = "without gaps in front of new tokens: pad prompts on the left to generate from them"
+        raise fault(ArgumentError, ATTENTION, "attention_mask", expected, "a mask with gaps")
+
+
+def _find_padding(real: Tensor, pattern: _Pattern, call: _MaskCall) -> tuple[Tensor, Tensor] | None:
+    """Returns the first key (B, 1) of each entry without padding, and one behind the last; None without padding.
+
+    A gap between keys raises.
+    """
+    real = real[:, call.kv_offset : call.kv_offset + call.keys]
     starts = real & ~torch.nn.functional.pad(real, (1, 0))[:, :-1]
     if bool((starts.sum(1) > 1).any()):
-        # Behind a gap distances would differ, and with padding on the right generate continues a padded query.
-        expected = "without gaps between tokens: pad prompts on the left to generate from them"
-        raise fault(ArgumentError, ATTENTION, "attention_mask", expected, "a mask with gaps")
-    real = real[:, call.kv_offset : call.kv_offset + call.keys]
+        raise _IrregularError
     used = int(pattern.end.max()) if pattern.aligned else call.keys
     if real.shape[1] >= used and bool(real.all()):
         return None
