@@ -6,6 +6,7 @@ batch entry to the next, ``dtype``, the dtype of the first tensor and, where the
 a position.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from warploom.errors import ArgumentError, BackendError
 from warploom.ops import operators
 from warploom.ops.spec import Case, Inputs, Operator, Outputs, normal
 from warploom.runtime.backend import HAS_TRITON
-from warploom.testing.accuracy import compare
+from warploom.testing.accuracy import Accuracy, compare, compare_each, mean_of, worst_of
 from warploom.testing.conformance import (
     SEED,
     as_tuple,
@@ -98,6 +99,18 @@ def same_bits(one: Tensors, other: Tensors) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
+def differentiate_forward(function: Callable[..., Outputs], inputs: Inputs, tangents: Tensors) -> Tensors:
+    """Outputs' tangents of a function, given those of its leaves."""
+    leaves = find_leaves(inputs)
+
+    def run(*values: torch.Tensor) -> Outputs:
+        return function(**{**inputs, **dict(zip(leaves, values))})
+
+    values = tuple(leaf.detach() for leaf in leaves.values())
+    given = tuple(tangent.to(leaf.dtype) for tangent, leaf in zip(tangents, values))
+    return as_tuple(torch.func.jvp(run, values, given)[1])
+
+
 def tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
@@ -127,6 +140,37 @@ def assert_case_accurate(operator: Operator, case: Case, backend: str, device: t
 @cases(*BACKENDS, stack=True)
 def test_error_budget(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
     assert_case_accurate(operator, case, backend, device)
+
+
+@cases(*BACKENDS)
+def test_forward_mode(operator: Operator, case: Case, backend: str, device: torch.device) -> None:
+    """Tangents are within the budget of those of the reference; only a backend asked for by name may refuse."""
+
+    def judge_tangents(draws: list[Inputs]) -> Accuracy:
+        by_draw = []
+        for inputs in draws:
+            tangents = draw_like(tuple(find_leaves(inputs).values()))
+            with poison_allocations():
+                function = functools.partial(operator.function, backend=backend)
+                found = differentiate_forward(function, inputs, tangents)
+            exact = differentiate_forward(operator.reference, upcast(inputs), tangents)
+            eager = differentiate_forward(operator.reference, inputs, tangents)
+            assert [x.shape for x in found] == [x.shape for x in exact]
+            by_draw.append(compare_each(found, exact, eager))
+        return worst_of([mean_of(of_output) for of_output in zip(*by_draw, strict=True)])
+
+    draws = make_draws(operator, case, device)
+    if not find_leaves(draws[0]):
+        pytest.skip("nothing to differentiate")
+    try:
+        verdict = judge_tangents(draws)
+    except BackendError as error:
+        if backend != "triton" or "forward mode" not in str(error):
+            raise
+        return
+    if not verdict.ok and not verdict.problem:
+        verdict = judge_tangents([*draws, *make_more_draws(operator, case, device, draws)])
+    assert verdict.ok, verdict.describe()
 
 
 @pytest.mark.sample(3)

@@ -28,7 +28,7 @@ BUILT_ON = {
     "tpa": ("flash_attention",),
 }
 """Operators that use parts of others."""
-FACES = {"reference", "validation", "call", "problem", "engine", "fallback"}
+FACES = {"reference", "validation", "call", "problem", "engine", "fallback", "tangent"}
 """Parts of an operator that others may use: what is defined, checked and called, and no kernels or launches."""
 # What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {
@@ -56,12 +56,14 @@ ALLOWED = {
     "validation": {"block_mask", "call", "problem", "reference", "warploom.errors", "warploom.runtime"},
     "operator": {"engine", "call", "problem", "validation", "warploom.runtime"},
     "fallback": {"reference", "validation", "warploom.errors", "warploom.runtime"},
+    "tangent": {"call", "operator", "reference", "tangent", "validation", "warploom.runtime"},
     "api": {
         "block_mask",
         "fallback",
         "call",
         "operator",
         "reference",
+        "tangent",
         "validation",
         "warploom.errors",
         "warploom.runtime",

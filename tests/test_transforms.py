@@ -3,6 +3,8 @@
 Kernels give under a transform what they give without, to the last bit. In PyTorch all of it is right, in float64.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,16 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from warploom import flash_attention, linear_attention, lrpe_cosine, lrpe_rotate, tpa_attention, tpa_decode
+from warploom import (
+    BackendError,
+    BackendWarning,
+    flash_attention,
+    linear_attention,
+    lrpe_cosine,
+    lrpe_rotate,
+    tpa_attention,
+    tpa_decode,
+)
 from warploom.runtime.backend import HAS_TRITON
 
 Tensor = torch.Tensor
@@ -38,6 +49,7 @@ CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "flash_attention_packed": (flash_attention, QKV, {"cu_seqlens_q": BOUNDS}),
     "linear_attention": (_linear_attention, (*ALIKE, (1,), (1, 2), (1, 1, 4, 5)), {"encoding": "rotate"}),
     "linear_attention_packed": (linear_attention, ALIKE, {"cu_seqlens": BOUNDS, "activation": "silu"}),
+    "linear_attention_plain": (linear_attention, ALIKE, {"causal": False}),
     "lrpe_rotate": (lrpe_rotate, ((2, 3, 2, 4), (2, 2)), {"offset": 3}),
     "lrpe_cosine": (lrpe_cosine, ((2, 3, 2, 4), (2, 4)), {"prefix": 1, "activation": "sigmoid"}),
     "lrpe_cosine_grid": (lrpe_cosine, ((1, 4, 2, 4), (1, 2)), {"grid": (2, 2)}),
@@ -46,6 +58,9 @@ CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "tpa_decode": (tpa_decode, FACTORS, {}),
     "rotary_attention": (lambda *_, **__: None, ((1, 3, 4, 4), (1, 2)), {}),
 }
+FORWARD_ON_KERNELS = {"lrpe_rotate", "lrpe_cosine", "lrpe_cosine_grid", "lrpe_over_the_sequence"}
+FORWARD_ON_KERNELS |= {"linear_attention_plain", "rotary_attention"}
+TANGENTS_WITH_GRADIENTS = FORWARD_ON_KERNELS.copy()  # by operators that have a backward
 DIFFERENTIABLE = [name for name in CALLS if name != "tpa_decode"]
 ON_BOTH = [
     (name, backend) for name in CALLS for backend in BACKENDS if (name, backend) != ("rotary_attention", "torch")
@@ -175,6 +190,16 @@ def test_many_gradients_at_once(way: str, name: str, backend: str, device: torch
         assert_same(tuple(one), tuple(others), backend)
 
 
+def jvp_of(run: Run, *inputs: Tensor) -> Any:
+    return torch.func.jvp(run, inputs, inputs)
+
+
+def dual_of(run: Run, *inputs: Tensor) -> Any:
+    with forward_ad.dual_level():
+        outputs = as_tuple(run(*(forward_ad.make_dual(x, x) for x in inputs)))
+        return [part for x in outputs for part in forward_ad.unpack_dual(x)]
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -184,6 +209,10 @@ def test_compiled_transforms(name: str, backend: str, device: torch.device) -> N
     run, inputs = call(name, backend, device)
     torch._dynamo.reset()
     gradient = torch.func.grad(loss_of(run))
+    for of in (jvp_of, dual_of):  # where there are no kernels, compiled code has the definition's tangents
+        found = torch.compile(functools.partial(of, run), fullgraph=True, backend="aot_eager")(*inputs)
+        exact_run, exact_inputs = in_float64(name, inputs)
+        assert_near(found, of(exact_run, *exact_inputs))
     for transformed, given in ((gradient, inputs), (torch.func.vmap(gradient, in_dims=1), samples(inputs))):
         found = torch.compile(transformed, fullgraph=True, backend="aot_eager")(*given)
         torch.testing.assert_close(found, transformed(*given))
@@ -195,14 +224,11 @@ def test_compiled_transforms(name: str, backend: str, device: torch.device) -> N
 # ----------------------------------------------------------------------------------------------------------
 
 
-def dual(run: Run, inputs: Tensors) -> Any:
-    with forward_ad.dual_level():
-        return run(*(forward_ad.make_dual(x, x) for x in inputs))
-
-
 def dual_in_one(run: Run, inputs: Tensors) -> Any:
     with forward_ad.dual_level(), torch.no_grad():
-        return run(*inputs[:-1], forward_ad.make_dual(inputs[-1], inputs[-1]))
+        outputs = as_tuple(run(*inputs[:-1], forward_ad.make_dual(inputs[-1], inputs[-1])))
+        found = [(x, forward_ad.unpack_dual(x).tangent) for x in outputs]
+        return [torch.zeros_like(x) if tangent is None else tangent for x, tangent in found]
 
 
 def dual_gradient(run: Run, inputs: Tensors) -> Any:
@@ -215,10 +241,10 @@ def dual_gradient(run: Run, inputs: Tensors) -> Any:
 
 
 FORWARD: dict[str, Callable[[Run, Tensors], Any]] = {
-    "jvp": lambda run, inputs: torch.func.jvp(run, inputs, inputs),
+    "jvp": lambda run, inputs: jvp_of(run, *inputs),
     "jacfwd": lambda run, inputs: torch.func.jacfwd(run)(*inputs),
     "linearize": lambda run, inputs: torch.func.linearize(run, *inputs),
-    "dual": dual,
+    "dual": lambda run, inputs: dual_of(run, *inputs),
     "dual_in_one": dual_in_one,
     "vmap of jvp": lambda run, inputs: torch.func.vmap(lambda *xs: torch.func.jvp(run, xs, xs), 1)(
         *samples(inputs)
@@ -242,17 +268,76 @@ SECOND: dict[str, Callable[[Run, Tensors], Any]] = {
 }
 
 
+DEFINED: dict[str, Run] = {
+    "rotary_attention": lambda qkv, theta, **_: flash_attention(
+        *lrpe_rotate(qkv[:, :, :3], theta, backend="torch").split((2, 1), 2), qkv[:, :, 3:],
+        causal=True, scale=0.5, backend="torch",
+    )
+}  # fmt: skip
+"""Definitions of what has kernels alone."""
+
+
+def in_float64(name: str, inputs: Tensors) -> tuple[Run, Tensors]:
+    """The definition of a call, and its inputs in float64."""
+    function, _, options = CALLS[name]
+    run = DEFINED.get(name, functools.partial(function, **options, backend="torch"))
+    return run, tuple(x.cpu().double() for x in inputs)
+
+
+def assert_near(found: Any, exact: Any) -> None:
+    found, exact = torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(exact)
+    assert len(found) == len(exact)
+    for one, other in zip(found, exact):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one.cpu().double(), other.double(), rtol=1e-4, atol=1e-4)
+
+
 @quietly
 @kernels
-@pytest.mark.parametrize("way", [*FORWARD, *FORWARD_OF_BACKWARD])
-def test_kernels_refuse_forward_mode(way: str, name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("way", FORWARD)
+def test_kernels_in_forward_mode(way: str, name: str, device: torch.device) -> None:
     run, inputs = call(name, "triton", device)
-    if way in FORWARD:
-        with pytest.raises(NotImplementedError, match="forward mode"):
-            FORWARD[way](run, inputs)
-    elif name != "tpa_decode":  # it has no backward
-        with pytest.raises(NotImplementedError, match="forward mode"):
-            FORWARD_OF_BACKWARD[way](run, inputs)
+    exact_run, exact_inputs = in_float64(name, inputs)
+    try:
+        found = FORWARD[way](run, inputs)
+    except BackendError as error:  # some tangents of linear attention alone are of the kernels
+        if name in FORWARD_ON_KERNELS or "forward mode" not in str(error):
+            raise
+        return
+    if way == "linearize":
+        assert_near(found[1](*inputs), torch.func.jvp(exact_run, exact_inputs, exact_inputs)[1])
+    else:
+        assert_near(found, FORWARD[way](exact_run, exact_inputs))
+
+
+@quietly
+@kernels
+@pytest.mark.parametrize("way", FORWARD_OF_BACKWARD)
+def test_kernels_refuse_forward_mode_of_a_backward(way: str, name: str, device: torch.device) -> None:
+    if name == "tpa_decode":
+        pytest.skip("it has no backward")
+    run, inputs = call(name, "triton", device)
+    if way == "grad of jvp" and name in TANGENTS_WITH_GRADIENTS:
+        assert_near(FORWARD_OF_BACKWARD[way](run, inputs), FORWARD_OF_BACKWARD[way](*in_float64(name, inputs)))
+        return
+    with pytest.raises((NotImplementedError, BackendError), match="forward mode"):
+        FORWARD_OF_BACKWARD[way](run, inputs)
+
+
+@quietly
+@pytest.mark.parametrize("way", FORWARD)
+@pytest.mark.parametrize("name", CALLS)
+def test_any_backend_in_forward_mode(way: str, name: str, device: torch.device) -> None:
+    """Where the kernels have no tangents, a call whose backend is not named is the definition's."""
+    if name == "rotary_attention" or way == "linearize":
+        pytest.skip("tested above")
+    _, inputs = call(name, "triton", device)
+    function, _, options = CALLS[name]
+    options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BackendWarning)
+        found = FORWARD[way](functools.partial(function, **options), inputs)
+    assert_near(found, FORWARD[way](*in_float64(name, inputs)))
 
 
 @kernels
@@ -304,7 +389,7 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
 
     ops, (_, inputs) = torch.ops.warploom, call(name, "triton", device)
     return {
-        "flash_attention": lambda *qkv: ops.flash_attention(*qkv, *[None] * 6, 0, 0.5, None, None)[:2],
+        "flash_attention": lambda *qkv: ops.flash_attention(*qkv, *[None] * 6, 0, 0.5, None, None, "batch")[:2],
         "linear_attention": lambda q, k, v, decay, theta, state: ops.linear_attention(
             q, k, v, theta, decay, state, None, None, 0, "rotate", "none", True, 0.5, True
         ),
@@ -315,6 +400,20 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
     }[name], inputs
 
 
+def definition_of_registered(name: str, inputs: Tensors) -> tuple[Run, Tensors]:
+    """The public function with the options of `registered`, and its inputs in float64."""
+    scales = {"scale": 0.5, "scale_q": 0.5, "scale_k": 1, "scale_v": 1}
+    run = {
+        "flash_attention": functools.partial(flash_attention, causal=True, scale=0.5, return_lse=True),
+        "linear_attention": functools.partial(_linear_attention, encoding="rotate", scale=0.5),
+        "lrpe_rotate": functools.partial(lrpe_rotate, offset=3),
+        "tpa_attention": functools.partial(tpa_attention, causal=True, **scales),
+        "tpa_decode": functools.partial(tpa_decode, **scales),
+        "rotary_attention": DEFINED["rotary_attention"],
+    }[name]
+    return functools.partial(run, backend="torch"), tuple(x.cpu().double() for x in inputs)
+
+
 @quietly
 @pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
 @pytest.mark.parametrize(
@@ -323,9 +422,9 @@ def registered(name: str, device: torch.device) -> tuple[Run, Tensors]:
 )
 def test_registered_operators(name: str, device: torch.device) -> None:
     run, inputs = registered(name, device)
-    for way in ("jvp", "dual"):
-        with pytest.raises(NotImplementedError, match="forward mode"):
-            FORWARD[way](run, inputs)
+    for way in ("jvp", "dual", "vmap of jvp"):
+        found = FORWARD[way](run, inputs)
+        assert_near(found, FORWARD[way](*definition_of_registered(name, inputs)))
     many = samples(inputs)
     found = as_tuple(torch.func.vmap(run, in_dims=1)(*many))
     for i in range(2):

@@ -10,7 +10,8 @@ from top to bottom to follow a call:
    call skips PyTorch's dispatcher, which costs six microseconds. A call that a compiler, mode, transform or tensor
    subclass must see goes through the registered operator.
 3. `CustomOperator` is the operator as PyTorch knows it, ``torch.ops.warploom.<name>``. Its `Gradient` says how the
-   backward is computed, and becomes an operator too.
+   backward is computed, and becomes an operator too. In forward mode a `Tangent` computes tangents on kernels, and
+   where there is none, the reference is differentiated.
 
 An operator's ``operator.py`` fills in a `CustomOperator`: what to launch, what to save for the backward, and how to
 allocate results without computing them.
@@ -34,6 +35,7 @@ from warploom.runtime.autocast import disable_autocast
 from warploom.runtime.backend import HAS_TRITON, use_triton
 from warploom.runtime.modes import (
     count_flops,
+    has_tangent,
     is_differentiated,
     is_plain_backward,
     is_plain_eager,
@@ -41,11 +43,21 @@ from warploom.runtime.modes import (
     run_per_sample,
 )
 from warploom.runtime.plans import ALL_PLANS, Plans, keeps_plans_for, make_guard, tensor_key
-from warploom.runtime.pytorch import any_requires_grad, find_apply, forward_ad
+from warploom.runtime.pytorch import any_requires_grad, find_apply, forward_ad, set_forward_enabled
 from warploom.runtime.sharding import Axes, is_sharded, run_on_shards
 from warploom.runtime.values import reads_values_of
 
-__all__ = ["CustomOperator", "Function", "Gradient", "LazyModule", "ValidatedCall", "apply"]
+__all__ = [
+    "CustomOperator",
+    "Function",
+    "Gradient",
+    "LazyModule",
+    "Tangent",
+    "ValidatedCall",
+    "apply",
+    "apply_registered",
+    "differentiate_forward",
+]
 
 Tensor = torch.Tensor
 Tensors = tuple[Any, ...]
@@ -115,6 +127,7 @@ class Function:
         operator: CustomOperator,
         axes: Callable[[Any, Any], Axes] | None = None,
         check_values: Callable[[str, Any], None] | None = None,
+        tangent: Tangent | None = None,
     ) -> None:
         """Make a public function.
 
@@ -125,8 +138,10 @@ class Function:
             operator: Runs a call on kernels.
             axes: Returns which axes of the tensors can be sharded over ranks, given tensors and options.
             check_values: Checks the values in tensors, given name and tensors; see `warploom.runtime.values`.
+            tangent: Computes tangents on kernels; without it, the reference is differentiated in forward mode.
         """
         self.name, self.check, self.reference, self.operator = name, check, reference, operator
+        operator.definition, operator.tangent = self._define, tangent
         self.axes = axes
         self.check_values = None if check_values is None else functools.partial(check_values, name)
         self.plans = Plans()  # of prepared calls
@@ -173,7 +188,10 @@ class Function:
         # (c) A new call: validate it and choose the backend.
         validated = self.check(self.name, tensors, as_python(options), number)
         sharded = self.axes is not None and is_sharded(tensors)
-        on_kernels = not sharded and use_triton(self.name, backend, given[0], validated.unsupported)
+        unsupported = validated.unsupported
+        if unsupported is None and not _is_traced_by_dynamo() and forward_ad._current_level >= 0:
+            unsupported = self._find_forward_obstacle(tensors, validated)
+        on_kernels = not sharded and use_triton(self.name, backend, given[0], unsupported)
         check_values = self.check_values if self.check_values is not None and reads_values_of(given[0]) else None
         if check_values is not None:
             check_values(tensors)
@@ -197,6 +215,17 @@ class Function:
         prepared = _PreparedCall(_OperatorCall(operator, final, Plans()), validated, forward, check_values)
         self.plans.keep(key, prepared)
         return prepared(tensors, number)
+
+    def _find_forward_obstacle(self, tensors: Tensors, validated: ValidatedCall) -> str | None:
+        """Returns why kernels do not compute the tangents of a call; None if they do, or if it has none."""
+        inputs = tensors if validated.arrange is None else validated.arrange(*tensors)
+        given = tuple([tensor is not None and has_tangent(tensor) for tensor in inputs])
+        return self.operator.find_forward_obstacle(validated.options, given) if any(given) else None
+
+    def _define(self, tensors: Tensors, number: int, options: Any) -> Any:
+        """Returns the results of the operator that have derivatives, by the reference."""
+        call = ValidatedCall(options, num_results=self.operator.num_differentiable or self.operator.num_results)
+        return self.reference(tensors, number, call, "torch")
 
     def _run_shard(self, backend: str, options: Options, tensors: Sequence[Any], number: Any) -> Any:
         return self(backend, self.operator.inputs_type(*tensors), options, number)
@@ -248,13 +277,10 @@ def apply(
     """
     if plans is None and is_plain_eager(*(t for t in tensors if t is not None)):
         plans = Plans()
+    if plans is None:
+        return apply_registered(operator, tensors, number, options)
     if operator.specialize is not None:
         options = operator.specialize(options, tuple(t is not None and is_differentiated(t) for t in tensors))
-    if plans is None:
-        if not _is_traced_by_dynamo():
-            operator.register_flops()
-        found = operator.op(*operator.join_arguments(tensors, number, options))
-        return (found,) if operator.num_results == 1 else found
     call = _OperatorCall(operator, options, plans)
     if (
         operator.gradient is not None
@@ -263,6 +289,16 @@ def apply(
     ):
         return _apply_plain(call, number, *tensors)  # type: ignore[no-any-return]
     return call.run(tensors, number)
+
+
+def apply_registered(operator: CustomOperator, tensors: Tensors, number: int, options: Any) -> Tensors:
+    """Returns all results of an operator, run through PyTorch's dispatcher, which is right for every call."""
+    if operator.specialize is not None:
+        options = operator.specialize(options, tuple(t is not None and is_differentiated(t) for t in tensors))
+    if not _is_traced_by_dynamo():
+        operator.register_flops()
+    found = operator.op(*operator.join_arguments(tensors, number, options))
+    return (found,) if operator.num_results == 1 else found
 
 
 class _OperatorFunction(torch.autograd.Function):
@@ -276,6 +312,8 @@ class _OperatorFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         call, ctx.number = inputs[:2]
         ctx.call = call
+        if call.plans is None:  # a plain call has no tangents
+            ctx.save_for_forward(*inputs[2:])
         operator = call.operator
         gradient = operator.gradient
         if gradient is None:
@@ -313,11 +351,13 @@ class _OperatorFunction(torch.autograd.Function):
         return None, None, *grad_inputs, *absent[2 + gradient.num_gradients :]
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        name = ctx.call.operator.name
-        raise NotImplementedError(
-            f'{name} kernels have no derivative in forward mode; call with backend="torch" for one'
-        )
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator, options, _plans = ctx.call
+        inputs, tangents = operator.inputs_type(*ctx.saved_tensors), operator.inputs_type(*tangents)
+        found = operator.differentiate_forward(inputs, tangents, ctx.number, options)
+        count, num_differentiable = len(found), operator.num_differentiable or operator.num_results
+        nothing = [found[0].new_zeros(0, dtype=torch.float32)] * (num_differentiable - count)  # see `_fill_missing`
+        return (*found, *nothing, *[None] * (operator.num_results - num_differentiable))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _OperatorCall, number: int, *tensors: Any) -> Any:
@@ -359,6 +399,37 @@ class Gradient(NamedTuple):
     flops: Callable[[Tensors, Tensors, Any], int] | None = None
     """Counts the operations of the backward's matrix products, given incoming gradients, saved tensors and
     options."""
+
+
+class Tangent(NamedTuple):
+    """The derivative of an operator in forward mode, by operators on kernels and by functions of PyTorch."""
+
+    run: Callable[[Any, Any, int, Any], Sequence[Tensor]]
+    """Computes the tangents of the results that have gradients, given tensors, their tangents, each of which may be
+    None for zero, number and options. Results that the call does not have are left out at the end."""
+    obstacle: Callable[[Any, Sequence[bool]], str | None] = lambda options, given: None
+    """Returns why ``run`` does not compute a call, or None, given the options and which tensors have a tangent."""
+
+
+def differentiate_forward(
+    function: Callable[..., Tensor | Sequence[Tensor]], tensors: Sequence[Any], tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Returns the tangents of a function's results, given its arguments and their tangents, each None for zero.
+
+    It is for a derivative that a transform or level of forward mode asks for, and belongs to that.
+    """
+    with set_forward_enabled(True):
+        # There is one level, also in compiled code, where PyTorch's Python does not know of it.
+        duals = [
+            x
+            if tangent is None
+            else forward_ad.make_dual(forward_ad.unpack_dual(x, level=0).primal, tangent, level=0)
+            for x, tangent in zip(tensors, tangents)
+        ]
+        results = function(*duals)
+        results = (results,) if isinstance(results, Tensor) else results
+        found = [(x, forward_ad.unpack_dual(x, level=0).tangent) for x in results]
+    return tuple([torch.zeros_like(x) if tangent is None else tangent for x, tangent in found])
 
 
 @dataclass(eq=False)
@@ -409,6 +480,10 @@ class CustomOperator:
     """The registered operator ``<name>_launch``, which has no gradient and saves a level of dispatch."""
     backward_operator: CustomOperator | None = field(init=False, default=None)
     """The backward as an operator, made from ``gradient``."""
+    definition: Callable[[Any, int, Any], Any] | None = field(init=False, default=None)
+    """Computes the results that have derivatives by the reference, given tensors, number and options. It is
+    differentiated where ``tangent`` is None or has an obstacle. The operator's `Function` sets both."""
+    tangent: Tangent | None = field(init=False, default=None)
     _flops_registered: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -429,6 +504,35 @@ class CustomOperator:
         number, rest = (rest[0], rest[1:]) if self.number else (0, rest)
         return tensors, number, self.options_type(*(tuple(o) if isinstance(o, list) else o for o in rest))
 
+    def find_forward_obstacle(self, options: Any, given: Sequence[bool]) -> str | None:
+        """Returns why kernels do not compute tangents of a call, or None, given which tensors have one."""
+        if self.tangent is None:
+            return f"{self.name} has no kernels in forward mode"
+        reason = self.tangent.obstacle(options, given)
+        return None if reason is None else f"in forward mode, {reason}"
+
+    def differentiate_forward(
+        self, tensors: Tensors, tangents: Tensors, number: int, options: Any
+    ) -> Sequence[Tensor]:
+        """Returns the tangents of the first results, given tensors, their tangents, number and options.
+
+        Raises:
+            NotImplementedError: The operator writes a tensor that it is given, or is a backward.
+        """
+        given = [tangent is not None for tangent in tangents]
+        if self.tangent is not None and self.tangent.obstacle(options, given) is None:
+            return self.tangent.run(tensors, tangents, number, options)
+        if self.definition is None or "!)" in self.tensors:
+            raise NotImplementedError(
+                f'{self.name} kernels have no derivative in forward mode; call with backend="torch" for one'
+            )
+        define = self.definition
+
+        def run(*tensors: Any) -> Any:
+            return define(self.inputs_type(*tensors), number, options)
+
+        return differentiate_forward(run, tensors, tangents)
+
     def register_flops(self) -> None:
         """Register ``flops`` with PyTorch's counter of operations, if that is in use: it imports Triton."""
         if self._flops_registered or self.flops is None or "torch.utils.flop_counter" not in sys.modules:
@@ -446,8 +550,8 @@ class CustomOperator:
         it would call the first, which enters Python twice, once to find that no gradient is wanted: half a
         launch.
 
-        The first also works under the transforms of `torch.func`, whose ``vmap`` runs one call after another. It
-        has no derivative in forward mode, and says so.
+        The first also works under the transforms of `torch.func`, whose ``vmap`` runs one call after another, and
+        in forward mode.
         """
         parts = ", ".join(part for part in (self.tensors, self.number, self.options) if part)
         results = ", ".join(["Tensor"] * self.num_results)
@@ -481,8 +585,8 @@ class CustomOperator:
 
     def _run_autograd(self, *arguments: Any) -> Any:
         self.register_flops()
-        if (_is_grad_enabled() and any_requires_grad(*arguments)) or forward_ad._current_level >= 0:
-            return self._run_recorded(*arguments)  # in forward mode it may have been given a tangent, which raises
+        if (_is_grad_enabled() and any_requires_grad(*arguments)) or any(map(has_tangent, arguments)):
+            return self._run_recorded(*arguments)
         return self.op_without_autograd(*arguments)
 
     def _run_recorded(self, *arguments: Any) -> Any:

@@ -93,6 +93,17 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
+def has_tangent(argument: object) -> bool:
+    """Returns True if an argument is a tensor with a tangent of forward mode, or may be one, as in ``vmap``."""
+    if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
+        return False
+    try:
+        # There is one level, and compiled code does not enter it in Python.
+        return forward_ad.unpack_dual(argument, level=0).tangent is not None
+    except RuntimeError:
+        return True
+
+
 def count_flops(operator: Any, flops: Callable[..., int]) -> None:
     """Let `torch.utils.flop_counter.FlopCounterMode` count an operator, in active counters too."""
     from torch.utils.flop_counter import register_flop_formula  # imports Triton

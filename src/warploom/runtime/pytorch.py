@@ -66,7 +66,15 @@ any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _any_req
 forward_ad: Any = torch.autograd.forward_ad
 """Has ``_current_level``, negative where there are no forward-mode derivatives."""
 if not hasattr(forward_ad, "_current_level"):
-    forward_ad = SimpleNamespace(_current_level=0)
+    forward_ad = SimpleNamespace(**{**vars(forward_ad), "_current_level": 0})
+
+
+def _refuse_forward(enabled: bool) -> Any:
+    raise NotImplementedError("this version of PyTorch has no forward mode inside of an autograd function's own")
+
+
+set_forward_enabled: Callable[[bool], Any] = _find("autograd.forward_ad._set_fwd_grad_enabled", _refuse_forward)
+"""A context in which operations have tangents, also inside of the ``jvp`` of an autograd function."""
 
 
 def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.ops.linear_attention.operator import OPERATOR
+from warploom.ops.linear_attention.tangent import TANGENT
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, check_values
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
@@ -173,4 +174,4 @@ def _axes(inputs: LinearInputs, options: tuple[object, ...]) -> Axes:
     return Axes(given, ("b.h.", states) if options[5] else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
+_function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values, TANGENT)

@@ -10,6 +10,7 @@ import torch
 from warploom.ops.lrpe import reference
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR
+from warploom.ops.lrpe.tangent import TANGENT
 from warploom.ops.lrpe.validation import Activation, check, check_values
 from warploom.runtime.arguments import check_flags
 from warploom.runtime.backend import Backend
@@ -217,5 +218,5 @@ def _move(tensors: Sequence[Any], offset: Any, first: Any) -> tuple[Sequence[Any
     return inputs._replace(offsets=inputs.offsets.long() + first), offset
 
 
-_cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, check_values)
-_rotate = Function("lrpe_rotate", check, _run_reference, OPERATOR, _axes, check_values)
+_cosine = Function("lrpe_cosine", check, _run_reference, OPERATOR, _axes, check_values, TANGENT)
+_rotate = Function("lrpe_rotate", check, _run_reference, OPERATOR, _axes, check_values, TANGENT)

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
-from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions
+from warploom.ops.flash_attention.operator import OPERATOR as ATTENTION
+from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions
+from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
+from warploom.ops.lrpe.operator import OPERATOR as LRPE
+from warploom.ops.rotary_attention.call import RotaryInputs, RotaryOptions, split_keys, split_values
 from warploom.ops.rotary_attention.operator import OPERATOR
-from warploom.runtime.dispatch import Function, ValidatedCall
+from warploom.runtime.dispatch import Function, Tangent, ValidatedCall, apply_registered, differentiate_forward
 from warploom.runtime.sharding import Axes
 
 Tensor = torch.Tensor
@@ -37,6 +41,21 @@ def _check(name: str, inputs: RotaryInputs, options: RotaryOptions, _: int) -> V
     return ValidatedCall(options)
 
 
+def _differentiate(
+    inputs: RotaryInputs, tangents: RotaryInputs, _: int, options: RotaryOptions
+) -> tuple[Tensor, ...]:
+    """Returns the tangent of attention, by those of its two operators."""
+
+    def attend(qkv: Tensor, theta: Tensor) -> Tensor:
+        qk, v = split_values(qkv, options.heads)
+        rotated = apply_registered(LRPE, LrpeInputs(qk, theta), 0, LrpeOptions(kind=options.kind))[0]
+        formed = FlashInputs(*split_keys(rotated, options.heads), v)
+        out: Tensor = apply_registered(ATTENTION, formed, 0, FlashOptions(None, 0, options.scale, None))[0]
+        return out
+
+    return differentiate_forward(attend, inputs, tangents)
+
+
 def _run_reference(*_: Any) -> Any:
     raise NotImplementedError("rotary_attention runs on the kernels; elsewhere layers call its two parts")
 
@@ -46,4 +65,4 @@ def _axes(*_: Any) -> Axes:
     return Axes(("b...", ".."), ("b...",))
 
 
-_function = Function("rotary_attention", _check, _run_reference, OPERATOR, _axes)
+_function = Function("rotary_attention", _check, _run_reference, OPERATOR, _axes, tangent=Tangent(_differentiate))
