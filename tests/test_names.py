@@ -125,6 +125,10 @@ LAYERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
 }
 
 
+MASKED = ("Attention", "Block", "TransformerLM")
+"""Layers with a mask."""
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_arguments_of_layers_say_what_to_write(name: str) -> None:
     layer, sizes, others = LAYERS[name]
@@ -137,9 +141,8 @@ def test_arguments_of_layers_say_what_to_write(name: str) -> None:
     made = layer(*sizes)
     if isinstance(made, torch.nn.Module):
         x = torch.randint(16, (1, 3)) if name == "TransformerLM" else torch.randn(1, 3, 8)
-        assert message(made, x, attn_mask=None).startswith(
-            f"{name}: there is no argument attn_mask; there is no mask;"
-        )
+        expected = "here it is mask:" if name in MASKED else "there is no mask;"
+        assert message(made, x, attn_mask=None).startswith(f"{name}: there is no argument attn_mask; {expected}")
         assert "by position" in message(made, *[x] * 5)
 
 

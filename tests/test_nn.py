@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import warploom
-from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, lrpe_cosine, lrpe_rotate, nn
+from warploom import ArgumentError, DeviceError, DtypeError, ShapeError, block_mask, lrpe_cosine, lrpe_rotate, nn
 from warploom.nn import (
     LRPE,
     Attention,
@@ -496,7 +496,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def defined(layer: Attention, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+def defined(layer: Attention, x: torch.Tensor, context: torch.Tensor | None = None, **hiding: Any) -> torch.Tensor:
     """The layer by its definition: projections, norms, positions, and attention's reference."""
     if context is None:
         q, kv = layer.qkv(x).split((layer.heads * layer.head_dim, 2 * layer.kv_heads * layer.head_dim), -1)
@@ -509,7 +509,7 @@ def defined(layer: Attention, x: torch.Tensor, context: torch.Tensor | None = No
         q, k = q * layer.q_norm.weight, k * layer.k_norm.weight
     if layer.position is not None:
         q, k = (lrpe_rotate(t, layer.position.theta, backend="torch") for t in (q, k))
-    options = {"causal": layer.causal, "sink": layer.sink, **layer.options}
+    options = {"causal": layer.causal, "sink": layer.sink, **layer.options, **hiding}
     return layer.out(definition.flash_attention(q, k, v, **options).flatten(2))
 
 
@@ -563,6 +563,53 @@ def test_keys_of_another_sequence(implementation: str, causal: bool, device: tor
         torch.testing.assert_close(packed, torch.cat(alone, 1))
 
 
+@pytest.mark.parametrize("name", ["full", "all"])
+@pytest.mark.parametrize("cross", [False, True])
+def test_masks_biases_and_slopes_of_attention(name: str, cross: bool, device: torch.device) -> None:
+    options = {**OPTIONS[name], **({"context_dim": 10} if cross else {})}
+    layer = with_drawn_parameters(
+        Attention(24, 4, kv_heads=2, position=RotaryEmbedding(6), **options), device
+    )  # fmt: skip
+    x = random(2, 11, 24, device=device).double()
+    context = random(2, 8, 10, device=device).double() if cross else None
+    keys = 8 if cross else 11
+    seen = (random(2, 1, 11, keys, device=device) > 0) | (torch.arange(keys, device=device) == 0)
+    bias = random(1, 4, 11, keys, device=device).double().requires_grad_()
+    slopes = random(2, 4, device=device).double()
+    for hiding in (
+        {"mask": seen},
+        {"bias": bias},
+        {"alibi": slopes},
+        {"mask": seen, "bias": bias, "alibi": slopes},
+    ):
+        found, expected = layer(x, context=context, **hiding), defined(layer, x, context, **hiding)
+        torch.testing.assert_close(found, expected)
+        if "bias" in hiding:
+            torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), bias) for out in (found, expected)))
+    if not cross:
+        layer.group()
+        torch.testing.assert_close(layer(x, mask=block_mask(seen), bias=bias), defined_as(layer, x, seen, bias))
+        block = nn.Block(24, 48, layer).double().to(device)
+        after = x + layer(block.attention_norm(x), mask=seen)
+        torch.testing.assert_close(block(x, mask=seen), after + block.mlp(block.mlp_norm(after)))
+    if not cross and layer.causal:
+        with torch.no_grad():
+            cache = KVCache()
+            parts = [
+                layer(x[:, a:b], cache=cache, mask=seen[:, :, a:b, :b], bias=bias[:, :, a:b, :b])
+                for a, b in ((0, 7), (7, 8), (8, 11))
+            ]
+            torch.testing.assert_close(torch.cat(parts, 1), layer(x, mask=seen, bias=bias))
+
+
+def defined_as(layer: Attention, x: torch.Tensor, seen: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The definition of a layer in groups, which is that of the layer in its other order."""
+    layer.group(False)
+    out = defined(layer, x, mask=seen, bias=bias)
+    layer.group()
+    return out
+
+
 def test_blocks_of_an_encoder_and_a_decoder(device: torch.device) -> None:
     encoder = nn.Block(24, 48, Attention(24, 4)).to(device)
     cross = Attention(24, 4, context_dim=24)
@@ -595,6 +642,7 @@ def test_what_options_exclude(device: torch.device) -> None:
     x, bounds = random(1, 3, 12, device=device), torch.tensor([0, 3], device=device)
     full, causal = Attention(12, 2).to(device), Attention(12, 2, causal=True).to(device)
     cross = Attention(12, 2, causal=True, context_dim=12).to(device)
+    sdpa, seen = Attention(12, 2, implementation="sdpa").to(device), torch.ones(1, 1, 3, 3, device=device).bool()
     calls: dict[str, Callable[[], Any]] = {
         "cache must be left out unless the layer is causal": lambda: full(x, cache=KVCache()),
         "cu_seqlens must be left out with a cache": lambda: causal(x, cache=KVCache(), cu_seqlens_k=bounds),
@@ -604,9 +652,10 @@ def test_what_options_exclude(device: torch.device) -> None:
         ),
         "context must be None": lambda: full(x, context=x),
         "cache must be None with a context": lambda: cross(x, context=x, cache=KVCache()),
-        "cu_seqlens must be None but": lambda: Attention(12, 2, implementation="sdpa").to(device)(
-            x, cu_seqlens=bounds
-        ),
+        "cu_seqlens must be None but": lambda: sdpa(x, cu_seqlens=bounds),
+        "mask must be None but with implementation 'flash'; got one with 'sdpa'": lambda: sdpa(x, mask=seen),
+        "bias must be None but": lambda: sdpa(x, bias=seen.float()),
+        "alibi must be None but": lambda: sdpa(x, alibi=torch.ones(2, device=device)),
     }
     for message, call in calls.items():
         with torch.no_grad(), pytest.raises(ArgumentError, match=f"Attention: {message}"):
@@ -694,6 +743,10 @@ def test_a_paged_cache(options: dict[str, Any], device: torch.device) -> None:
         for name, parts in got.items():
             wanted = layer(x[name][:, : table.lengths[name]])[:, 8 if name == "c" else 0 :]
             torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5)
+        for argument, value in (("mask", torch.ones(1, 1, 1, 24).bool()), ("alibi", torch.ones(4))):
+            table.extend({"a": 1}, device)
+            with pytest.raises(ArgumentError, match=f"{argument} must be None with block_table"):
+                layer(x["a"][:, :1], cache=cache, **{argument: value.to(device)})
     assert cache.longest == 21
 
 

@@ -18,6 +18,7 @@ from warploom import (
     DtypeError,
     ShapeError,
     WarploomError,
+    block_mask,
     flash_attention,
     lrpe_rotate,
 )
@@ -115,6 +116,59 @@ def test_ignored_targets_take_no_part(device: torch.device) -> None:
     half = model(tokens[:, :4], targets[:, :4])
     torch.testing.assert_close(whole.loss, half.loss, rtol=1e-5, atol=1e-6)
     assert model(tokens).loss is None
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_documents_of_a_mask_are_each_alone(checkpoint: bool, device: torch.device) -> None:
+    model, tokens = make(device, checkpoint=checkpoint), text(2, 20, device)
+    document = torch.arange(20, device=device) // 9
+    mask = block_mask(lambda b, h, i, j: document[i] == document[j], N=20, M=20, device=device)
+    together = model(tokens, mask=mask).logits
+    alone = torch.cat([model(part).logits for part in tokens.split(9, 1)], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+    parameters = list(model.parameters())
+    found, expected = (torch.autograd.grad(x.sin().sum(), parameters) for x in (together, alone))
+    for one, other in zip(found, expected):
+        assert (one - other).norm() <= 1e-3 * other.norm()
+
+
+@torch.no_grad()
+def test_a_tree_of_tokens_behind_a_cache_is_each_of_its_paths(device: torch.device) -> None:
+    """As speculative decoding checks what a smaller model proposes, all paths in one call."""
+    model, prompt, proposed = make(device), text(2, 7, device), text(2, 5, device, seed=3)
+    parents = [-1, 0, 0, 1, 2]  # two paths behind the first token
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*([] if parent < 0 else paths[parent]), node])
+    seen = torch.zeros(5, 12, dtype=torch.bool, device=device)
+    seen[:, :7] = True
+    for node, path in enumerate(paths):
+        seen[node, [7 + i for i in path]] = True
+    cache = model.make_cache()
+    model(prompt, cache=cache)
+    places = torch.tensor([7 + len(path) - 1 for path in paths], device=device)
+    logits = model(proposed, cache=cache, mask=seen[None, None], position_ids=places).logits
+    for node, path in enumerate(paths):
+        alone = model(torch.cat((prompt, proposed[:, path]), 1)).logits[:, -1]
+        torch.testing.assert_close(logits[:, node], alone, rtol=1e-3, atol=1e-3)
+
+
+def test_biases_and_slopes_reach_all_layers(device: torch.device) -> None:
+    """Slopes are a bias that falls with the distance."""
+    model, tokens = make(device, position="none"), text(2, 11, device)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+    place = torch.arange(11, device=device)
+    bias = (slopes[:, None, None] * (place - place[:, None]))[None].requires_grad_()
+    logits = model(tokens, bias=bias).logits
+    torch.testing.assert_close(model(tokens, alibi=slopes).logits, logits, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(model(tokens).logits, logits, atol=1e-2)
+    logits.sum().backward()
+    assert bias.grad.abs().max() > 0
+    for kind in ("sdpa", "tpa", HYBRID):
+        other = make(device, attention=kind, **({"kv_heads": None} if kind == "tpa" else {}))
+        for argument in ("mask", "bias", "alibi"):
+            with pytest.raises(ArgumentError, match=f"{argument} must be None with attention"):
+                other(tokens, **{argument: slopes})
 
 
 def test_tensor_product_attention_is_attention_of_its_products(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from warploom import flash_attention
+from warploom import BlockMask, flash_attention
 from warploom.errors import ArgumentError, DtypeError, ShapeError, fault
 from warploom.nn.cache import KVCache
 from warploom.nn.common import check_call, check_ints, check_sizes, settle_head_dim
@@ -57,7 +57,8 @@ class Attention(nn.Module):
         bias: True if the linear maps have a bias.
         context_dim: Features of the other sequence, for cross-attention: ``context`` then gives keys and values.
         implementation: ``flash`` (`warploom.flash_attention`), ``sdpa`` (PyTorch's), or ``plain`` (PyTorch
-            operations that form the matrix of scores). Windows, caps, sinks and packed sequences are of ``flash``.
+            operations that form the matrix of scores). Windows, caps, sinks, packed sequences, masks and biases are
+            of ``flash``.
 
     Attributes:
         attend: The function of ``flash``; `warploom.distributed` replaces it.
@@ -148,6 +149,9 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
+        mask: BlockMask | Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi: Tensor | None = None,
     ) -> Tensor:
         """Attend from each token of ``x`` (B, N, d_model) to the tokens that it sees, of ``x`` or of ``context``.
 
@@ -161,14 +165,21 @@ class Attention(nn.Module):
             cu_seqlens: ``(S + 1,)`` int32 or int64, packed sequences in a batch of one; not with a cache.
             cu_seqlens_q: Those of ``x`` alone, where ``context`` has others, see `warploom.flash_attention`.
             cu_seqlens_k: Those of ``context``.
+            mask: What `warploom.block_mask` makes, or a boolean tensor ``(B or 1, H or 1, N, M)``, true where a
+                token of ``x`` sees a key; a causal layer hides later ones besides. ``M`` counts the keys of
+                ``context``, or those of a cache with the new ones. Not with a `PagedKVCache`, as is true of all
+                three.
+            bias: ``(B or 1, H or 1, N or 1, M)``: added to the logits. It has a gradient.
+            alibi: ``(H,)`` or ``(B, H)``: slopes, see `warploom.flash_attention`.
 
         Returns:
             ``(B, N, d_model)``.
 
         Raises:
-            ShapeError: ``x`` or ``context`` has another shape.
+            ShapeError: ``x``, ``context``, a mask, a bias or slopes have another shape.
             ArgumentError: There are ``position_ids`` without an encoding of positions; a cache with gradients,
-                packed sequences or a context, or in a layer that is not causal; a context too many or too few.
+                packed sequences or a context, or in a layer that is not causal; a context too many or too few; a
+                mask, a bias or slopes in another implementation than ``flash``.
             DtypeError: An argument has the wrong type.
         """
         given = {"cu_seqlens": cu_seqlens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -180,8 +191,12 @@ class Attention(nn.Module):
             # With as many queries as keys, the bounds of one stand for both.
             of_x = first_given(cu_seqlens, cu_seqlens_q, cu_seqlens_k)
             of_keys = first_given(cu_seqlens, cu_seqlens_k, cu_seqlens_q)
-        packed = {name: bounds for name, bounds in given.items() if bounds is not None}
+        hiding: dict[str, Any] = {**given, "mask": mask, "bias": bias, "alibi": alibi}
+        hiding = {name: value for name, value in hiding.items() if value is not None}
         self._check(x, context, position_ids, cache, of_x)
+        if hiding and self.implementation != "flash":
+            expected, argument = "None but with implementation 'flash'", next(iter(hiding))
+            raise fault(ArgumentError, "Attention", argument, expected, f"one with {self.implementation!r}")
         if isinstance(cache, PagedKVCache) and position_ids is None:
             position_ids = cache.table.position_ids
         if position_ids is None:
@@ -196,11 +211,11 @@ class Attention(nn.Module):
             q, k, v = self._split_groups(self.qkv(x), start)
         else:
             qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-            out = self._attend_fused(qkv) if cache is None and position_ids is None and not packed else None
+            out = self._attend_fused(qkv) if cache is None and position_ids is None and not hiding else None
             if out is not None:
                 return self.out(out.flatten(2))  # type: ignore[no-any-return]
             q, k, v = self._encode(qkv, start)
-        projected: Tensor = self.out(self._attend(q, k, v, cache, **packed).flatten(2))
+        projected: Tensor = self.out(self._attend(q, k, v, cache, **hiding).flatten(2))
         return projected
 
     @torch.no_grad()
@@ -243,9 +258,6 @@ class Attention(nn.Module):
             raise fault(ArgumentError, "Attention", "cache", "None with a context", "a cache")
         if position_ids is not None and self.position is None:
             raise fault(ArgumentError, "Attention", "position_ids", "None in a layer without position", "a tensor")
-        if bounds is not None and self.implementation != "flash":
-            expected = "None but with implementation 'flash'"
-            raise fault(ArgumentError, "Attention", "cu_seqlens", expected, f"one with {self.implementation!r}")
 
     def _attend_fused(self, qkv: Tensor) -> Tensor | None:
         """Returns (B, N, H, D) of the projection (B, N, H + 2·Hkv, D), by one operator for RoPE and attention.
@@ -271,20 +283,20 @@ class Attention(nn.Module):
         return rotary_attention(qkv, theta, self.heads, scale, interleaved=position.interleaved)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | PagedKVCache | None, **packed: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | PagedKVCache | None, **hiding: Any
     ) -> Tensor:
         """Returns (B, N, H, D) of queries (B, N, H, ·), keys (B, M, Hkv, ·) and values (B, M, Hkv, D)."""
         scale = self.head_dim**-0.5
         if isinstance(cache, PagedKVCache):
             k, v, pages = cache.append(k, v)
-            options = {"causal": True, "scale": scale, "sink": self.sink, **self.options, **pages}
+            options = {"causal": True, "scale": scale, "sink": self.sink, **self.options, **pages, **hiding}
             out: Tensor = flash_attention(q, k, v, **options)
             return out
         if cache is not None:
             k, v = cache.append(k, v)
         ragged = cache is not None and cache.ragged
         if self.implementation == "flash":
-            options = {"causal": self.causal, "scale": scale, **self.options, **packed}
+            options = {"causal": self.causal, "scale": scale, **self.options, **hiding}
             if self.sink is not None:
                 options["sink"] = self.sink
             if ragged:

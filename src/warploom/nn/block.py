@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from warploom import BlockMask
 from warploom.errors import ArgumentError, DtypeError, fault
 from warploom.nn.attention import Attention
 from warploom.nn.common import check_sizes
@@ -78,6 +79,9 @@ class Block(nn.Module):
         context: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
+        mask: BlockMask | Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi: Tensor | None = None,
     ) -> Tensor:
         """Apply the block to tokens ``x``.
 
@@ -88,6 +92,9 @@ class Block(nn.Module):
             context: ``(B, M, context_dim)``, what ``cross`` attends to.
             cu_seqlens: Packed sequences of ``x``, see the attention layer.
             cu_seqlens_k: Those of ``context``.
+            mask: The keys that ``attention`` sees, as `Attention` takes it.
+            bias: Numbers added to its logits.
+            alibi: Slopes of its heads.
 
         Returns:
             ``(B, N, d_model)``.
@@ -95,9 +102,11 @@ class Block(nn.Module):
         Raises:
             ArgumentError: There is a context without ``cross``, or the other way round.
         """
-        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
-        places = {name: place for name, place in places.items() if place is not None}
-        x = x + self.attention(self.attention_norm(x), cache=cache, **places)
+        given: dict[str, Any] = {
+            "position_ids": position_ids, "cu_seqlens": cu_seqlens, "mask": mask, "bias": bias, "alibi": alibi
+        }  # fmt: skip
+        given = {name: value for name, value in given.items() if value is not None}
+        x = x + self.attention(self.attention_norm(x), cache=cache, **given)
         if self.cross is not None:
             bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
             x = x + self.cross(self.cross_norm(x), context=context, **bounds)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from warploom import BlockMask
 from warploom.errors import ArgumentError, BackendError, DtypeError, ShapeError, WarploomError, fault
 from warploom.nn.attention import Attention, Implementation
 from warploom.nn.block import Block
@@ -307,6 +308,9 @@ class TransformerLM(nn.Module):
         *,
         position_ids: Tensor | None = None,
         cache: Sequence[Cache | PagedKVCache] | None = None,
+        mask: BlockMask | Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi: Tensor | None = None,
     ) -> Output:
         """Predict the token after each token.
 
@@ -318,6 +322,11 @@ class TransformerLM(nn.Module):
                 default.
             cache: A cache of `make_cache`. The tokens follow those in it, and are added. Needs ``torch.no_grad()``.
                 Or one of `make_paged_cache`, with ``B = 1`` and the packed tokens of its table's step.
+            mask: The earlier tokens that each token sees, in all layers: what `warploom.block_mask` makes, or a
+                boolean tensor ``(B or 1, heads or 1, N, M)``, see `Attention`. For documents in one sequence, or
+                the tree of tokens that another model proposes.
+            bias: ``(B or 1, heads or 1, N or 1, M)``, added to the logits of all layers.
+            alibi: ``(heads,)`` or ``(B, heads)``, slopes in all layers. `generate` has none of these three.
 
         Returns:
             `Output`: the logits ``(B, N, V)``, and the loss where targets are given.
@@ -326,13 +335,19 @@ class TransformerLM(nn.Module):
             ShapeError: Tokens or targets have the wrong shape.
             DtypeError: Tokens or targets are not integers.
             ArgumentError: There are more tokens than ``context_length``, one is not in the vocabulary, or the cache
-                has another number of layers.
+                has another number of layers; or there is a mask, a bias or slopes, and a layer that is not of
+                attention ``flash``.
         """
         self._check(tokens, targets, cache)
+        hiding = {"mask": mask, "bias": bias, "alibi": alibi}
+        hiding = {name: value for name, value in hiding.items() if value is not None}
+        if hiding and {*self.config.kinds} != {"flash"}:
+            expected, argument = f"None with attention {self.config.attention!r}", next(iter(hiding))
+            raise fault(ArgumentError, type(self).__name__, argument, expected, "a value")
         if position_ids is not None and not {*self.config.kinds} <= {*get_args(Implementation)}:
             expected = f"None with attention {self.config.attention!r}, which counts tokens"
             raise fault(ArgumentError, type(self).__name__, "position_ids", expected, "a tensor")
-        logits = self.head(self.hidden(tokens, cache, position_ids))
+        logits = self.head(self.hidden(tokens, cache, position_ids, **hiding))
         if targets is None:
             return Output(logits, None)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -343,18 +358,17 @@ class TransformerLM(nn.Module):
         tokens: Tensor,
         cache: Sequence[Cache | PagedKVCache] | None = None,
         position_ids: Tensor | None = None,
+        **hiding: Any,
     ) -> Tensor:
-        """Returns the features before the head, (B, N, d_model), of tokens (B, N)."""
+        """Returns the features before the head, (B, N, d_model), of tokens (B, N), with options of `forward`."""
         x = self.embedding(tokens)
         again = self.config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             if again:
-                places = (None, position_ids)
-                x = checkpoint(
-                    block, x, *places, use_reentrant=False, preserve_rng_state=False
-                )  # nothing is random
+                options = {"use_reentrant": False, "preserve_rng_state": False, **hiding}  # nothing is random
+                x = checkpoint(block, x, None, position_ids, **options)
             else:
-                x = block(x, None if cache is None else cache[index], position_ids)
+                x = block(x, None if cache is None else cache[index], position_ids, **hiding)
         out: Tensor = self.norm(x)
         return out
 
