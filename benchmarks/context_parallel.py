@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from warploom import flash_attention, linear_attention
+from warploom import delta_attention, flash_attention, linear_attention
 from warploom.bench.attempt import Failure, attempt
 from warploom.bench.evaluate import Unit, describe_accuracy
 from warploom.bench.fingerprint import LIMIT
@@ -39,6 +39,7 @@ from warploom.bench.measure import (
 from warploom.bench.records import Record
 from warploom.distributed import (
     context_parallel_attention,
+    context_parallel_delta_attention,
     context_parallel_linear_attention,
     shard_sequence,
     unshard_sequence,
@@ -58,6 +59,8 @@ CHECKED = 2048
 SEQUENCES = 12
 """The number of sequences in the packed case."""
 WINDOW = 4096
+STATES = ("linear", "delta")
+"""Kinds with a state, whose parts are contiguous."""
 TIMEOUT = 900  # seconds, of all ranks
 
 
@@ -66,8 +69,13 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     heads, n, dtype = case["heads"], case["n"], getattr(torch, case["dtype"])
     shared = (case["batch"], n, case["kv_heads"], case["head_dim"])
     shapes = ((case["batch"], n, heads, case["head_dim"]), shared, shared)
+    if case["kind"] == "delta":  # whose heads of keys are fewer than those of values
+        shapes = (shared, shared, shapes[0])
     q, k, v = (normal(shape, dtype, device, generator).requires_grad_() for shape in shapes)
     inputs: Inputs = {"q": q, "k": k, "v": v}
+    if case["kind"] == "delta":
+        gates = torch.rand((2, case["batch"], n, heads), generator=generator).to(device)
+        inputs |= {"beta": gates[0].requires_grad_(), "decay": (-0.3 * gates[1].square()).requires_grad_()}
     if case["kind"] == "linear":
         inputs["decay"] = (-(2.0 ** (-8 * torch.arange(1, heads + 1) / heads))).to(device)
         inputs["theta"] = (10_000.0 ** -(torch.arange(case["head_dim"] // 2) / (case["head_dim"] // 2))).to(device)
@@ -86,6 +94,8 @@ def attend_alone(case: Case, backend: str = "auto") -> Function:
     """Returns the call on one GPU."""
     if case["kind"] == "linear":
         return functools.partial(linear_attention, encoding="rotate", backend=backend)
+    if case["kind"] == "delta":
+        return functools.partial(delta_attention, normalize=True, backend=backend)
     attend: Any = functools.partial(flash_attention, **_options(case), backend=backend)
     return lambda q, k, v, cu_seqlens=None: attend(q, k, v, cu_seqlens_q=cu_seqlens)
 
@@ -96,6 +106,8 @@ def attend_alone(case: Case, backend: str = "auto") -> Function:
 def _ours(case: Case, mesh: DeviceMesh) -> Function:
     if case["kind"] == "linear":
         return functools.partial(context_parallel_linear_attention, mesh=mesh, encoding="rotate")
+    if case["kind"] == "delta":
+        return functools.partial(context_parallel_delta_attention, mesh=mesh, normalize=True)
     return functools.partial(context_parallel_attention, mesh=mesh, **_options(case))
 
 
@@ -143,7 +155,7 @@ class RanksClock(Clock):
 
 def _sharding(inputs: Inputs, case: Case) -> dict[str, Any]:
     """Returns the layout of a sequence on the ranks."""
-    layout = "contiguous" if case["kind"] == "linear" else "zigzag"
+    layout = "contiguous" if case["kind"] in STATES else "zigzag"
     return {"layout": layout, "cu_seqlens": inputs.get("cu_seqlens")}
 
 
@@ -154,7 +166,8 @@ def _shard(inputs: Inputs, grad: Tensor | None, case: Case, mesh: DeviceMesh) ->
         local = shard_sequence(x.detach(), mesh, **_sharding(inputs, case))
         return local.requires_grad_(x.requires_grad)
 
-    parts = {name: part(x) if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    of_tokens = {"q", "k", "v"} | ({"beta", "decay"} if case["kind"] == "delta" else set())
+    parts = {name: part(x) if name in of_tokens else x for name, x in inputs.items()}
     return parts, None if grad is None else part(grad)
 
 
@@ -176,7 +189,8 @@ def _draw(case: Case, mode: str, device: torch.device) -> tuple[Inputs, Tensor |
     inputs = make_inputs(case, device, generator)
     if mode == "fwd":
         return inputs, None
-    return inputs, normal(tuple(inputs["q"].shape), inputs["q"].dtype, device, generator)
+    shape = (case["batch"], case["n"], case["heads"], case["head_dim"])
+    return inputs, normal(shape, inputs["q"].dtype, device, generator)
 
 
 def _judge(name: str, case: Case, mode: str, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
@@ -207,7 +221,8 @@ def _measure_all(task: dict[str, Any], device: torch.device) -> dict[str, dict[s
     fit = [name for name in names if "status" not in results[name]]
     if KERNELS in fit:
         found = _gather_all(_run(_ours(case, mesh), *parts), inputs, case, mesh)
-        same = {n: bool(torch.equal(a, b)) for n, a, b in zip(("out", "dq", "dk", "dv"), found, one())}
+        outputs = ("out", "dq", "dk", "dv", "dbeta", "ddecay")
+        same = {n: bool(torch.equal(a, b)) for n, a, b in zip(outputs, found, one())}
         results[KERNELS]["details"] = {"bits_of_one_gpu": same}
         del found
     for name in fit:
@@ -290,6 +305,8 @@ def count_flops(case: Case, mode: str) -> int:
     n, features = case["n"], case["heads"] * case["head_dim"]
     if case["kind"] == "linear":
         pairs = 2 * n * case["head_dim"]
+    elif case["kind"] == "delta":  # as the operator counts them: products of the size of a state
+        return int(case["batch"] * (22 if mode == "fwd_bwd" else 6) * n * features * case["head_dim"])
     elif case["kind"] == "packed":
         small = {**case, "heads": 1, "kv_heads": 1, "head_dim": 1}
         bounds = make_inputs(small, torch.device("cpu"), torch.Generator().manual_seed(0))["cu_seqlens"]
@@ -304,7 +321,7 @@ def launch(case: Case, provider: str) -> None:
     if provider != KERNELS:
         raise Unsupported("launches nothing of ours")
     cpu, generator = torch.device("cpu"), torch.Generator()
-    if case["kind"] == "linear":
+    if case["kind"] in STATES:
         inputs = make_inputs({**case, "n": case["n"] // case["gpus"]}, cpu, generator)
         out = as_tuple(attend_alone(case, "triton")(**inputs))[0]
     else:
@@ -324,9 +341,12 @@ def _cases(device: str, lengths: Sequence[int], kinds: Sequence[str], worlds: Se
     if device != "cuda":
         return []
     attention = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    linear = {"batch": 1, "heads": 64, "kv_heads": 64, "head_dim": 128}
+    shapes = {
+        "linear": {"batch": 1, "heads": 64, "kv_heads": 64, "head_dim": 128},
+        "delta": {"batch": 1, "heads": 32, "kv_heads": 16, "head_dim": 128},
+    }
     return [
-        {"kind": kind, "gpus": gpus, **(linear if kind == "linear" else attention), "n": n, "dtype": "bfloat16"}
+        {"kind": kind, "gpus": gpus, **shapes.get(kind, attention), "n": n, "dtype": "bfloat16"}
         for kind in kinds
         for gpus in worlds
         for n in lengths
@@ -334,13 +354,13 @@ def _cases(device: str, lengths: Sequence[int], kinds: Sequence[str], worlds: Se
 
 
 def _trial(device: str) -> list[Case]:
-    """Returns a case of a few tokens on two ranks, for tests."""
+    """Returns cases of a few tokens on two ranks, for tests."""
     shape = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "n": 64}
     dtype = "float32" if device == "cpu" else "bfloat16"
-    return [{"kind": "causal", "gpus": 2, **shape, "dtype": dtype}]
+    return [{"kind": kind, "gpus": 2, **shape, "dtype": dtype} for kind in ("causal", "delta")]
 
 
-KINDS = ("causal", "packed", "linear")
+KINDS = ("causal", "packed", *STATES)
 BENCH = model_bench(
     "context-parallel",
     make_inputs,

@@ -42,6 +42,8 @@ class Ranks:
     """Over ``dp`` and ``cp`` together."""
     device: torch.device | None = None
     layout: str = "zigzag"
+    softmax: bool = True
+    """Whether the model has softmax attention, which must know where the tokens of a part stand."""
 
     @classmethod
     @contextlib.contextmanager
@@ -83,9 +85,10 @@ class Ranks:
         """Shard a model that is the same on every rank."""
         if self.mesh is None:
             return
-        linear = model.config.attention == "linear"
-        object.__setattr__(self, "layout", "contiguous" if linear else "zigzag")
-        if model.config.attention in get_args(Implementation) or self.mesh["tp"].size() > 1:
+        kinds, softmax = {*model.config.kinds}, {*get_args(Implementation)}
+        object.__setattr__(self, "layout", "contiguous" if kinds & {"linear", "delta"} else "zigzag")
+        object.__setattr__(self, "softmax", bool(kinds & softmax))
+        if kinds <= softmax or self.mesh["tp"].size() > 1:
             shard_matrices(model, self.mesh["tp"])
         if self.mesh["cp"].size() > 1:
             shard_context(model, self.mesh["cp"], layout=self.layout)
@@ -120,8 +123,8 @@ class Ranks:
         if cp.size() == 1:
             return found
         found = {name: shard_sequence(x, cp, layout=self.layout) for name, x in found.items()}
-        if self.layout == "zigzag":
-            found["position_ids"] = local_position_ids(length, cp)
+        if self.softmax:
+            found["position_ids"] = local_position_ids(length, cp, layout=self.layout)
         return found
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:

@@ -147,13 +147,21 @@ def prepare(
         model = TransformerLM.load(checkpoint / "model.safetensors", device=device)
     else:
         torch.manual_seed(options.seed)
-        chosen = {"attention": options.attention, "position": options.position, "vocab_size": BYTES}
+        names = tuple(options.attention.split(","))
+        chosen = {
+            "attention": names if len(names) > 1 else names[0],
+            "position": options.position,
+            "vocab_size": BYTES,
+        }
         if options.context_length:
             chosen["context_length"] = options.context_length
-        if options.size in SIZES:
-            config = TransformerConfig(**{**SIZES[options.size], **chosen})
-        else:
-            config = TransformerConfig.size(options.size, **chosen)
+        try:
+            if options.size in SIZES:
+                config = TransformerConfig(**{**SIZES[options.size], **chosen})
+            else:
+                config = TransformerConfig.size(options.size, **chosen)
+        except WarploomError as error:
+            sys.exit(str(error))
         model = TransformerLM(config).to(device)
     ranks.shard(model)
     # Matrices decay; the gains of norms do not.
@@ -314,8 +322,9 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--context-length", type=int, help="tokens of a sequence (default: by size)")
     parser.add_argument(
-        "--attention", choices=("flash", "sdpa", "plain", "tpa", "linear", "delta"), default="flash"
-    )
+        "--attention", default="flash", metavar="NAME[,NAME…]",
+        help="flash (default), sdpa, plain, tpa, linear or delta; several go from layer to layer, and around again",
+    )  # fmt: skip
     parser.add_argument("--position", choices=("rotate", "cosine", "none"), default="rotate")
     parser.add_argument("--steps", type=int, help="over which the rate falls (default: 400, on a GPU 2000)")
     parser.add_argument("--stop", type=int, help="end at this step, and leave the rest for another time")

@@ -1,13 +1,17 @@
 """What ranks check of context parallelism, each on its own part: run by tests/test_context_parallel.py."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from warploom import flash_attention, linear_attention
+from warploom import delta_attention, flash_attention, linear_attention, short_convolution
 from warploom.distributed import (
     context_parallel_attention,
+    context_parallel_delta_attention,
     context_parallel_linear_attention,
+    context_parallel_short_convolution,
     local_position_ids,
     shard_sequence,
     unshard_sequence,
@@ -260,7 +264,6 @@ def linear_case(
     ``wanted``: which, all if None; ``strong``: some decays forget everything.
     """
     dtype = torch.float32 if backend == "triton" else torch.float64
-    mesh = mesh_of(world)
     batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
     sequences = batch if bounds is None else len(bounds) - 1
     encoding = options.get("encoding", "none")
@@ -279,27 +282,35 @@ def linear_case(
     if initial:
         named["initial_state"] = state
     rest = {**options, "cu_seqlens": bounds, "backend": backend}
+    functions = (linear_attention, context_parallel_linear_attention)
+    compare_with_one_rank(world, functions, named, (grad, grad_state), rest, wanted)
+
+
+def compare_with_one_rank(world, functions, named, grads, options, wanted=None):
+    """Outputs, states and gradients of all ranks, against those of one.
+
+    ``functions``: on one rank and on all; ``named``: their tensors, those of every call first.
+    """
+    mesh, (grad, grad_state) = mesh_of(world), grads
+    bounds = options["cu_seqlens"]
+    shared = {name for name, x in named.items() if name in ("theta", "initial_state") or x.dim() == 1}
 
     def part(x):
-        bare = x.detach()
-        return (
-            shard_sequence(bare, mesh, layout="contiguous", cu_seqlens=bounds)
-            if x.shape[1:2] == (length,)
-            else bare
-        )
+        return shard_sequence(x.detach(), mesh, layout="contiguous", cu_seqlens=bounds)
 
     def run(function, *mesh, **tensors):
         leaves = {name: x.clone().requires_grad_(wanted is None or name in wanted) for name, x in tensors.items()}
-        q, k, v, *others = leaves.values()
-        found = function(q, k, v, *mesh, **dict(zip(list(leaves)[3:], others)), **rest)
-        return leaves, found if isinstance(found, tuple) else (found,)
+        first = [leaves.pop(name) for name in ("q", "k", "v", "beta") if name in leaves]
+        found = function(*first, *mesh, **leaves, **options)
+        return dict(zip(named, (*first, *leaves.values()))), found if isinstance(found, tuple) else (found,)
 
-    wholes, expected = run(linear_attention, **named)
+    wholes, expected = run(functions[0], **named)
     torch.autograd.backward(expected, (grad, grad_state)[: len(expected)])
-    parts, found = run(context_parallel_linear_attention, mesh, **{name: part(x) for name, x in named.items()})
+    own = {name: x if name in shared else part(x) for name, x in named.items()}
+    parts, found = run(functions[1], mesh, **own)
     # The gradient of the state comes in parts.
     torch.autograd.backward(found, (part(grad), grad_state / world)[: len(expected)])
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    close = {"rtol": 1e-9, "atol": 1e-9} if grad.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(found[0], part(expected[0]), **close)
     for mine, whole in zip(found[1:], expected[1:]):
         torch.testing.assert_close(mine, whole, **close)
@@ -307,7 +318,7 @@ def linear_case(
         gradient, whole = leaf.grad, wholes[name].grad
         if not leaf.requires_grad:
             continue
-        if name in ("theta", "initial_state") or (name == "decay" and decay == "head"):
+        if name in shared:
             dist.all_reduce(gradient)
         else:
             whole = part(whole)
@@ -353,6 +364,203 @@ def check_gradients_that_are_not_wanted_are_not_computed(world):
         assert asked - {"initial_state"} == {"q", "v"}
     finally:
         calls.differentiate = usual
+
+
+# Delta rule attention
+
+
+DELTA = [
+    {},
+    {"decay": "head", "encoding": "rotate", "normalize": True},
+    {"decay": "feature", "key_heads": 1, "offset": 3, "encoding": "rotate", "interleaved": True, "scale": 0.3},
+    {"decay": "head", "initial": True, "return_state": True, "offset": torch.tensor(5), "encoding": "rotate"},
+    {"decay": "feature", "initial": True, "return_state": True},
+    {"length": 3, "decay": "head", "return_state": True},
+    {"length": 0, "initial": True, "return_state": True},
+    {"length": 141, "decay": "feature", "strong": True, "initial": True, "return_state": True},
+    {"length": 141, "decay": "head", "strong": True, "return_state": True},
+]
+
+
+def delta_case(
+    world, length=37, decay=None, strong=False, initial=False, key_heads=2, bounds=None, backend="torch",
+    wanted=None, features=(6, 5), **options,
+):  # fmt: skip
+    """See `linear_case`."""
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    sequences, (d, e) = batch if bounds is None else len(bounds) - 1, features
+    keys, values = (batch, length, key_heads, d), (batch, length, 2, e)
+    q, k, v, grad = draw(keys, keys, values, values, dtype=dtype)
+    k = k if options.get("normalize") else torch.nn.functional.normalize(k, dim=-1)
+    state, grad_state = draw(*[(sequences, 2, d, e)] * 2, dtype=dtype, seed=1)
+    named = {"q": q, "k": k, "v": v, "beta": draw((batch, length, 2), dtype=dtype, seed=4)[0].sigmoid()}
+    if decay is not None:
+        shape = (batch, length, 2) if decay == "head" else (batch, length, 2, d)
+        named["decay"] = -draw(shape, dtype=dtype, seed=3)[0].abs() / 4
+        if strong:
+            named["decay"][:, 3::7, 0] = -3e38
+    if options.get("encoding") == "rotate":
+        named["theta"] = draw((key_heads, d // 2), dtype=dtype, seed=2)[0]
+    if initial:
+        named["initial_state"] = state
+    rest = {**options, "cu_seqlens": bounds, "backend": backend}
+    functions = (delta_attention, context_parallel_delta_attention)
+    compare_with_one_rank(world, functions, named, (grad, grad_state), rest, wanted)
+
+
+def check_delta_attention(world):
+    for case in DELTA:
+        try:
+            delta_case(world, **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def check_packed_delta_attention(world):
+    for bounds in (*PACKED, cu(1, 60, 0, 3)):
+        for case in DELTA[1:5]:
+            try:
+                delta_case(world, bounds=bounds, **case)
+            except AssertionError as error:
+                raise AssertionError(f"{bounds} {case}: {error}") from error
+
+
+def check_delta_attention_gives_the_same_bits_again(world):
+    mesh = mesh_of(world)
+    q, k, v, beta = draw(*[(1, 50, 2, 8)] * 3, (1, 50, 2))
+    parts = [shard_sequence(x, mesh, layout="contiguous") for x in (q, k, v, beta.sigmoid())]
+    results = []
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in parts]
+        out, state = context_parallel_delta_attention(*leaves, mesh, normalize=True, return_state=True)
+        (out.square().sum() + state.square().sum()).backward()
+        results.append((out, state, *(x.grad for x in leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def check_a_sequence_does_not_reach_another_rank_s(world):
+    """NaN in one of the packed sequences stays there, in every function with a state."""
+    mesh, bounds = mesh_of(world), cu(11, 20, 30, 19)
+    q, k, v, beta = draw(*[(1, 80, 2, 8)] * 3, (1, 80, 2))
+    v[:, 12:14] = torch.nan
+    part = functools.partial(shard_sequence, mesh=mesh, layout="contiguous", cu_seqlens=bounds)
+    q, k, v, beta = (part(x).requires_grad_() for x in (q, k / 3, v, beta.sigmoid()))
+    there = part(torch.arange(80)[None])[0]
+    clean = (there < 11) | (there >= 31)
+    for out in (
+        context_parallel_delta_attention(q, k, v, beta, mesh, cu_seqlens=bounds),
+        context_parallel_linear_attention(q, k, v, mesh, cu_seqlens=bounds, decay=-torch.ones(2)),
+    ):
+        out.sum().backward()
+        assert out[:, clean].isfinite().all()
+        for x in (q, k, v):
+            assert x.grad[:, clean].isfinite().all()
+            x.grad = None
+
+
+def check_delta_attention_on_the_kernels(world):
+    """With four ranks also maps of their parts: by one call, and by two where features are too many for one."""
+    from warploom.distributed.delta_attention import maps
+
+    cases = [
+        {"length": 41, "decay": "head", "encoding": "rotate", "initial": True, "return_state": True},
+        {"bounds": cu(4, 36), "decay": "feature", "normalize": True, "initial": True, "return_state": True},
+    ]
+    usual = maps.MAX_FEATURES
+    for case, most in zip(cases, (usual, 10)):
+        maps.MAX_FEATURES = most
+        try:
+            delta_case(world, backend="triton", **case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+        finally:
+            maps.MAX_FEATURES = usual
+
+
+# The short convolution, and layers that have one
+
+
+def convolution_case(world, length=37, bounds=None, taps=4, bias=True, backend="torch", strided=False, **options):
+    """Outputs and gradients of all ranks, against those of one."""
+    mesh, dtype = mesh_of(world), torch.float32 if backend == "triton" else torch.float64
+    batch, length = (2, length) if bounds is None else (1, int(bounds[-1]))
+    x, grad, weight, shift = draw((batch, length, 6), (batch, length, 6), (6, taps), (6,), dtype=dtype)
+    x = x.mT.contiguous().mT if strided else x
+    rest = {**options, "cu_seqlens": bounds, "backend": backend}
+
+    def part(x):
+        return shard_sequence(x, mesh, layout="contiguous", cu_seqlens=bounds)
+
+    def run(function, x, *mesh):
+        leaves = [x.clone().requires_grad_() for x in ((x, weight, shift) if bias else (x, weight))]
+        return leaves, function(*leaves[:2], *mesh, bias=leaves[2] if bias else None, **rest)
+
+    wholes, expected = run(short_convolution, x)
+    expected.backward(grad)
+    parts, found = run(context_parallel_short_convolution, part(x), mesh)
+    found.backward(part(grad))
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, part(expected.detach()), **close)
+    torch.testing.assert_close(parts[0].grad, part(wholes[0].grad), **close)
+    for mine, whole in zip(parts[1:], wholes[1:]):
+        dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad, whole.grad, **close)
+
+
+def check_short_convolution(world):
+    """Of parts longer and shorter than its taps, down to none."""
+    for length in (*LENGTHS, 9, 11):
+        for options in ({"activation": "silu"}, {"taps": 2, "bias": False}, {"taps": 9, "strided": True}):
+            try:
+                convolution_case(world, length, **options)
+            except AssertionError as error:
+                raise AssertionError(f"{length} {options}: {error}") from error
+    for bounds in (*PACKED, cu(1, 60, 0, 3), cu(3, 2, 4)):
+        for options in ({"activation": "silu"}, {"taps": 7, "strided": True}):
+            try:
+                convolution_case(world, bounds=bounds, **options)
+            except AssertionError as error:
+                raise AssertionError(f"{bounds} {options}: {error}") from error
+    for options in ({"length": 21}, {"bounds": cu(4, 20)}) if world == 2 else ():
+        convolution_case(world, backend="triton", activation="silu", **options)
+
+
+def check_layers_of_delta_attention(world):
+    """Packed sequences too, compiled, and under autocast."""
+    from warploom.distributed import shard_context
+    from warploom.nn import DeltaAttention
+
+    mesh, bounds = mesh_of(world), cu(5, 19, 0, 8)
+    for decay, options in (("head", {"position": "rotate"}), ("feature", {"key_heads": 1}), ("none", {})):
+        alone, shared = (DeltaAttention(12, 2, decay=decay, **options).double() for _ in range(2))
+        shared.load_state_dict(alone.state_dict())
+        shard_context(shared, mesh, layout="contiguous")
+        for packed in ({}, {"cu_seqlens": bounds}):
+            x, grad = draw(*[(1, 32, 12)] * 2, dtype=torch.float64)
+            part = functools.partial(
+                shard_sequence, mesh=mesh, layout="contiguous", cu_seqlens=packed.get("cu_seqlens")
+            )
+            whole, own = x.clone().requires_grad_(), part(x).requires_grad_()
+            for layer in (alone, shared):
+                layer.zero_grad()
+            expected, found = alone(whole, **packed), shared(own, **packed)
+            expected.backward(grad), found.backward(part(grad))
+            torch.testing.assert_close(found, part(expected.detach()))
+            torch.testing.assert_close(own.grad, part(whole.grad))
+            for mine, other in zip(shared.parameters(), alone.parameters()):
+                dist.all_reduce(mine.grad)
+                torch.testing.assert_close(mine.grad, other.grad)
+            compiled = torch.compile(shared, backend="aot_eager", fullgraph=True)
+            again = part(x).requires_grad_()
+            out = compiled(again, **packed)
+            out.backward(part(grad))
+            torch.testing.assert_close(out, found)
+            torch.testing.assert_close(again.grad, own.grad)
+            torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = alone.float()(x.float()), shared.float()(part(x.float()).detach())
+        torch.testing.assert_close(found, part(expected.detach()), rtol=0.05, atol=0.05)
 
 
 def check_linear_attention_on_the_kernels(world):

@@ -18,7 +18,9 @@ import warploom
 from warploom.distributed import (
     agreement,
     context_parallel_attention,
+    context_parallel_delta_attention,
     context_parallel_linear_attention,
+    context_parallel_short_convolution,
     local_position_ids,
     shard_sequence,
     unshard_sequence,
@@ -41,6 +43,9 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
     meta = [x.to("meta") if odd else x for x in (q, k, v)]
     part = shard_sequence(q, mesh)
     attend, linear = context_parallel_attention, context_parallel_linear_attention
+    delta, convolve = context_parallel_delta_attention, context_parallel_short_convolution
+    beta, weight = torch.ones(1, 8, 2), torch.ones(4, 3)
+    x = q[:, :, 0]
     differs = (warploom.ArgumentError, "a call must be the same")
     not_here = (warploom.DeviceError, "q must be on this rank's device of the mesh, cpu")
     no_parts = (warploom.ShapeError, "q must be the ranks' parts")
@@ -69,6 +74,21 @@ def check_what_one_rank_gets_wrong_all_refuse(world):
         (*differs, linear, (q, k, v), {"offset": int(odd)}),
         (warploom.ArgumentError, "cu_seqlens must be the bounds", linear, (q, k, v), {"cu_seqlens": cu(3, 5)}),
         (*not_here, linear, meta, {}),
+        (*no_parts, delta, (*short, beta[:, : 8 - odd]), {}),
+        (warploom.ShapeError, "beta must be", delta, (q, k, v, beta[:, : 8 - odd]), {}),
+        (warploom.ArgumentError, "^context_parallel_delta_attention: decay must be", delta, (q, k, v, beta),
+         {"decay": beta * int(odd)}),
+        (*differs, delta, (q, k, v, beta), {"decay": -beta if odd else None}),
+        (*differs, delta, (q, k, v, beta), {"normalize": bool(odd)}),
+        (warploom.ArgumentError, "cu_seqlens must be the bounds", delta, (q, k, v, beta), {"cu_seqlens": cu(3, 5)}),
+        (*not_here, delta, (*meta, beta.to(meta[0].device)), {}),
+        (warploom.ShapeError, "x must be the ranks' parts", convolve, (x[:, : 8 - odd], weight), {}),
+        (warploom.ShapeError, "weight must be", convolve, (x, weight[odd:]), {}),
+        (*differs, convolve, (x, weight[:, odd:]), {}),
+        (*differs, convolve, (x, weight), {"activation": "silu" if odd else "none"}),
+        (warploom.ArgumentError, "^context_parallel_short_convolution: activation must be", convolve, (x, weight),
+         {"activation": "relu" if odd else "none"}),
+        (warploom.ArgumentError, "cu_seqlens must be the bounds", convolve, (x, weight), {"cu_seqlens": cu(3, 5)}),
     ):  # fmt: skip
         refused(error, text, lambda: function(*given, mesh, **options))  # noqa: B023
     refused(*NOT_A_MESH, lambda: attend(q, k, v, "cpu"))
@@ -91,6 +111,8 @@ def check_a_known_kind_of_call_exchanges_nothing(world):
         lambda **more: context_parallel_attention(q, k, v, mesh, cu_seqlens=packed, **more),
         lambda **more: context_parallel_linear_attention(q, k, v, mesh, cu_seqlens=packed, **more),
         lambda **more: context_parallel_linear_attention(q, k, v, mesh, decay=-torch.ones(2), **more),
+        lambda **more: context_parallel_delta_attention(q, k, v, torch.ones(1, 6, 2), mesh, **more),
+        lambda **_more: context_parallel_short_convolution(q[:, :, 0], torch.ones(4, 3), mesh),
         lambda **_more: unshard_sequence(q, mesh),
     )
     for number, call in enumerate(calls):
@@ -99,10 +121,10 @@ def check_a_known_kind_of_call_exchanges_nothing(world):
         with mock.patch.object(known, "store", None), mock.patch.object(dist, "all_gather_object", None):
             for _ in range(3):
                 call().sum().backward()
-            if number < 4:
+            if number < 5:
                 with pytest.raises(AttributeError):  # of the store, which a new kind needs
                     call(scale=0.25 + number)
-        known._number -= number < 4
+        known._number -= number < 5
         dist.barrier()
     detail = mock.patch.object(agreement._c10d, "get_debug_level", return_value=agreement._c10d.DebugLevel.DETAIL)
     with detail, mock.patch.object(known, "write", side_effect=known.write) as written:
@@ -196,6 +218,8 @@ def check_meshes_that_are_not_of_one_dimension(world):
     for call in (
         lambda: context_parallel_attention(q, k, v, mesh),
         lambda: context_parallel_linear_attention(q, k, v, mesh),
+        lambda: context_parallel_delta_attention(q, k, v, q[..., 0], mesh),
+        lambda: context_parallel_short_convolution(q[:, :, 0], torch.ones(4, 3), mesh),
         lambda: shard_sequence(q, mesh),
         lambda: unshard_sequence(q, mesh),
         lambda: local_position_ids(8, mesh),
@@ -243,6 +267,7 @@ def check_what_one_rank_compiles_wrong_all_refuse(world):
     q, k = draw(*[(1, 8, 2, 4)] * 2)
     v, weight = draw((1, 8, 2, 6), (6, 3), seed=1)
     attend, linear = context_parallel_attention, context_parallel_linear_attention
+    delta, beta = context_parallel_delta_attention, torch.ones(1, 8, 2)
     cases = (
         (attend, {"k": k.to("meta")}, {}, warploom.DeviceError, "k must be on the device of q"),
         (attend, {"k": k[:, :7]}, {}, warploom.ShapeError, "v must be .* M = 7"),
@@ -252,6 +277,8 @@ def check_what_one_rank_compiles_wrong_all_refuse(world):
         (linear, {"k": k.to("meta")}, {"return_state": True}, warploom.DeviceError, "k must be on the device of q"),
         (linear, {"encoding": "no"}, {}, warploom.ArgumentError, "linear_attention: encoding must be"),
         (linear, {}, {"mesh": grid}, *ONE_DIMENSION),
+        (delta, {"k": k.to("meta")}, {"beta": beta, "return_state": True}, warploom.DeviceError, "k must be on"),
+        (delta, {"encoding": "no"}, {"beta": beta}, warploom.ArgumentError, "delta_attention: encoding must be"),
     )  # fmt: skip
     for options in ({"fullgraph": True}, {"fullgraph": True, "dynamic": True}, {}):
         for function, wrong, right, error, text in cases:

@@ -256,6 +256,8 @@ def check_fsdp_and_context_parallel(world):
     for layout, options in (
         ("zigzag", {"checkpoint": True}),
         ("contiguous", {"attention": "linear", "kv_heads": None}),
+        ("contiguous", {"attention": "delta", "kv_heads": None}),
+        ("contiguous", {"attention": ("delta", "flash"), "kv_heads": None}),
     ):
         loss, gradients = expected_of(**options)
         model = model_of(**options)
@@ -264,7 +266,8 @@ def check_fsdp_and_context_parallel(world):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         text = shard_sequence(text_of(), mesh, dim=2, layout=layout)
-        places = {"position_ids": local_position_ids(16, mesh, layout=layout)} if layout == "zigzag" else {}
+        softmax = "flash" in model.config.kinds
+        places = {"position_ids": local_position_ids(16, mesh, layout=layout)} if softmax else {}
         found = model(*text, **places).loss
         found.backward()
         total = found.detach().clone()
@@ -389,7 +392,12 @@ def check_models_that_cannot_be_sharded(world):
         (
             lambda: shard_context(model_of(attention="linear", kv_heads=None), mesh),
             warploom.ArgumentError,
-            "layout",
+            "'contiguous' for linear attention",
+        ),
+        (
+            lambda: shard_context(model_of(attention=("flash", "delta"), kv_heads=None), mesh),
+            warploom.ArgumentError,
+            "'contiguous' for delta rule attention",
         ),
     ):
         with pytest.raises(error, match=text):

@@ -20,7 +20,12 @@ def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None, own_regi
         device="cpu",
         output=tmp_path,
     )
-    records = {record.provider: record for record in results.records}
+    records = {record.provider: record for record in results.records if record.case["kind"] == "causal"}
+    delta = {record.provider: record for record in results.records if record.case["kind"] == "delta"}
+    assert delta["warploom"].status == "ok", delta["warploom"].reason
+    assert delta["warploom"].max_error <= delta["warploom"].error_budget
+    assert set(delta["warploom"].details["bits_of_one_gpu"]) == {"out", "dq", "dk", "dv", "dbeta", "ddecay"}
+    assert delta["allgather_sdpa"].status == "unsupported"
     assert set(records) == {"warploom", "allgather_sdpa", "limit"}
     ours = records["warploom"]
     assert (ours.status, records["limit"].status) == ("ok", "ok"), [r.reason for r in records.values()]

@@ -170,6 +170,21 @@ def test_a_state_of_any_strides(tokens: int, device: torch.device) -> None:
             assert_near(found, each)
 
 
+@needs_triton
+@decays
+@pytest.mark.parametrize("of_state", [False, True])
+def test_the_gradient_of_a_state_alone(of_state: bool, decay: str | None, device: torch.device) -> None:
+    """Which takes fewer launches than all gradients."""
+    call = tensors(device, tokens=40, decay=decay) | {"initial_state": torch.randn(2, 4, 8, 5, device=device)}
+    found = []
+    for names in (list(call), ["initial_state"]):
+        given = {name: x.requires_grad_(name in names) if isinstance(x, Tensor) else x for name, x in call.items()}
+        out, last = delta_attention(**given, return_state=True, backend="triton")
+        result = out.square().sum() + (last.square().sum() if of_state else 0)
+        found.append(torch.autograd.grad(result, given["initial_state"])[0])
+    assert_near(*found)
+
+
 @backends
 @decays
 def test_packed_sequences_are_each_alone(decay: str | None, backend: str, device: torch.device) -> None:

@@ -26,7 +26,12 @@ from warploom import (
     tpa_attention,
     tpa_decode,
 )
-from warploom.distributed import context_parallel_attention, context_parallel_linear_attention
+from warploom.distributed import (
+    context_parallel_attention,
+    context_parallel_delta_attention,
+    context_parallel_linear_attention,
+    context_parallel_short_convolution,
+)
 from warploom.nn import TransformerConfig
 from warploom.runtime.names import OTHER_NAMES
 
@@ -42,6 +47,8 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     tpa_decode: (*QKV,) * 2,
     context_parallel_attention: (*QKV, None),
     context_parallel_linear_attention: (*QKV, None),
+    context_parallel_delta_attention: (*QKV, QKV[0, ..., 0], None),
+    context_parallel_short_convolution: (QKV[0, ..., 0], torch.ones(2, 2), None),
 }
 
 

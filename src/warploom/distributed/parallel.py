@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from warploom.distributed.attention import context_parallel_attention
+from warploom.distributed.delta_attention import context_parallel_delta_attention
 from warploom.distributed.layout import Layout, check_layout
 from warploom.distributed.linear_attention import context_parallel_linear_attention
-from warploom.distributed.linear_attention.segments import LAYOUT
 from warploom.distributed.ranks import group_of
+from warploom.distributed.segments import LAYOUT
+from warploom.distributed.short_convolution import context_parallel_short_convolution
 from warploom.errors import ArgumentError, DtypeError, fault
 from warploom.nn import Attention, DeltaAttention, LinearAttention, SwiGLU, TransformerLM
 from warploom.runtime.sharding import Axes, is_sharded, run_on_shards
@@ -28,13 +30,14 @@ FEATURES = 32
 def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: Layout = "zigzag") -> None:
     """Let the attention layers of a model compute on this rank's part of sequences that a mesh shares.
 
-    Queries and keys of `warploom.nn.Attention` must know where they stand, by ``position_ids``; linear attention
-    knows by itself.
+    Queries and keys of `warploom.nn.Attention` must know where they stand, by ``position_ids``; linear and delta
+    rule attention know by themselves.
 
     Args:
-        model: Changed in place: its layers `warploom.nn.Attention` and `warploom.nn.LinearAttention`.
+        model: Changed in place: its layers `warploom.nn.Attention`, `warploom.nn.LinearAttention` and
+            `warploom.nn.DeltaAttention`.
         mesh: Of one dimension.
-        layout: Of the parts; ``contiguous`` for linear attention.
+        layout: Of the parts; ``contiguous`` for linear and delta rule attention.
 
     Raises:
         ArgumentError: A layer cannot be shared so, the mesh has more dimensions, or the layout is unknown.
@@ -60,20 +63,25 @@ def shard_context(model: nn.Module, mesh: DeviceMesh, *, layout: Layout = "zigza
     check_layout(name, layout)
     found = 0
     for layer in model.modules():
-        if isinstance(layer, Attention):
+        if isinstance(layer, TransformerLM):
+            layer.over_ranks = True
+        elif isinstance(layer, Attention):
             if layer.implementation != "flash":
                 raise fault(ArgumentError, name, "model", "of attention 'flash'", layer.implementation)
             layer.attend, found = functools.partial(_attend, mesh, layout), found + 1
-        elif isinstance(layer, LinearAttention):
+        elif isinstance(layer, LinearAttention | DeltaAttention):
             if layout != LAYOUT:
-                raise fault(ArgumentError, name, "layout", f"{LAYOUT!r} for linear attention", repr(layout))
-            layer.attend, found = functools.partial(context_parallel_linear_attention, mesh=mesh), found + 1
-        elif isinstance(layer, DeltaAttention):
-            raise fault(ArgumentError, name, "model", "without DeltaAttention", type(model).__name__)
+                kind = "linear" if isinstance(layer, LinearAttention) else "delta rule"
+                raise fault(ArgumentError, name, "layout", f"{LAYOUT!r} for {kind} attention", repr(layout))
+            found += 1
+            if isinstance(layer, LinearAttention):
+                layer.attend = functools.partial(context_parallel_linear_attention, mesh=mesh)
+            else:
+                layer.attend = functools.partial(context_parallel_delta_attention, mesh=mesh)
+                layer.convolve = functools.partial(context_parallel_short_convolution, mesh=mesh)
     if not found:
-        raise fault(
-            ArgumentError, name, "model", "one with layers Attention or LinearAttention", type(model).__name__
-        )
+        expected = "one with layers Attention, LinearAttention or DeltaAttention"
+        raise fault(ArgumentError, name, "model", expected, type(model).__name__)
 
 
 def _attend(mesh: DeviceMesh, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

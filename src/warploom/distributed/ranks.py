@@ -30,6 +30,14 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+def gather(x: Tensor, group: Any) -> Tensor:
+    """Returns the tensors of all ranks, (W, …)."""
+    every: Tensor = x.new_empty((group.size(), *x.shape))
+    if x.numel():
+        all_gather(as_bytes(every), as_bytes(x.contiguous()), group=group)
+    return every
+
+
 _bounds: Any = WeakTensorKeyDictionary()
 
 

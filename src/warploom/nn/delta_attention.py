@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -63,6 +64,10 @@ class DeltaAttention(nn.Module):
         bias: True if the linear maps ``qkv``, ``gate`` and ``out`` have a bias.
         backend: Backend of `warploom.delta_attention` and `warploom.short_convolution`.
 
+    Attributes:
+        attend: The function that attends, `warploom.delta_attention`; `warploom.distributed` replaces it.
+        convolve: The one that mixes tokens, `warploom.short_convolution`; likewise.
+
     State dict: ``qkv.weight``, whose rows run over heads of queries, of keys and of values, then features;
     ``convolution`` of ``(C, K)`` in the same order; ``beta.weight``, ``gate.weight``, ``out.weight``, and
     ``norm.weight`` of ``(E,)``. With decays ``decay.weight``, for ``feature`` also ``decay_in.weight``,
@@ -120,6 +125,8 @@ class DeltaAttention(nn.Module):
         check_choice("DeltaAttention", "position", position, get_args(Encoding))
         self.heads, self.key_heads, self.head_dim, self.value_dim = heads, key_heads, head_dim, value_dim
         self.taps, self.backend = taps, backend
+        self.attend: Callable[..., Any] = delta_attention
+        self.convolve: Callable[..., Any] = short_convolution
         channels = 2 * key_heads * head_dim + heads * value_dim
         self.qkv = nn.Linear(d_model, channels, bias)
         self.convolution = nn.Parameter(torch.empty(channels, taps))
@@ -197,6 +204,7 @@ class DeltaAttention(nn.Module):
     def _options(self, x: Tensor) -> dict[str, Any]:
         position = self.position
         return {
+            "functions": (self.convolve, self.attend),
             "convolution": self.convolution,
             "heads": (self.key_heads, self.key_heads, self.heads),
             "features": (self.head_dim, self.head_dim, self.value_dim),
@@ -214,6 +222,7 @@ class DeltaAttention(nn.Module):
 def _attend(
     tokens: _Tokens,
     *,
+    functions: tuple[Callable[..., Any], ...],
     convolution: Tensor,
     heads: tuple[int, ...],
     features: tuple[int, ...],
@@ -226,14 +235,15 @@ def _attend(
     return_states: bool = False,
 ) -> tuple[Tensor, Any, Any]:
     """Returns values (B, N, H, E), and the states after the last token, of attention and of the convolution."""
-    mixed: Any = short_convolution(
-        tokens.mixed, convolution, activation="silu", initial_state=inputs, return_state=return_states,
-        cu_seqlens=cu_seqlens, backend=backend,
-    )  # fmt: skip
+    convolve, attend = functions
+    before = {"initial_state": inputs, "return_state": True} if return_states else {}
+    mixed: Any = convolve(
+        tokens.mixed, convolution, activation="silu", cu_seqlens=cu_seqlens, backend=backend, **before
+    )
     mixed, inputs = mixed if return_states else (mixed, None)
     parts = mixed.split([count * size for count, size in zip(heads, features)], -1)
     q, k, v = (x.unflatten(-1, (count, -1)) for x, count in zip(parts, heads))
-    found = delta_attention(
+    found = attend(
         q, k, v, tokens.beta, decay=tokens.decay, theta=theta, encoding="none" if theta is None else "rotate",
         offset=offset, normalize=True, initial_state=state, return_state=return_states, cu_seqlens=cu_seqlens,
         backend=backend,

@@ -278,6 +278,7 @@ class TransformerLM(nn.Module):
         if not isinstance(config, TransformerConfig):
             raise fault(DtypeError, "TransformerLM", "config", "a TransformerConfig", type(config).__name__)
         self.config = config
+        self.over_ranks = False  # set by `warploom.distributed.shard_context`
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(_block(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
@@ -319,7 +320,8 @@ class TransformerLM(nn.Module):
                 checked on request alone, see `warploom.check_values`.
             targets: ``(B, N)`` int64, the next tokens. Those of ``-100`` are left out of the loss.
             position_ids: ``(N,)`` or ``(B, N)``, positions of the tokens, as in `Attention`; counted from 0 by
-                default.
+                default. Over ranks (`warploom.distributed.shard_context`) they are those of softmax attention,
+                beside which linear and delta rule attention count tokens of all ranks.
             cache: A cache of `make_cache`. The tokens follow those in it, and are added. Needs ``torch.no_grad()``.
                 Or one of `make_paged_cache`, with ``B = 1`` and the packed tokens of its table's step.
             mask: The earlier tokens that each token sees, in all layers: what `warploom.block_mask` makes, or a
@@ -341,10 +343,11 @@ class TransformerLM(nn.Module):
         self._check(tokens, targets, cache)
         hiding = {"mask": mask, "bias": bias, "alibi": alibi}
         hiding = {name: value for name, value in hiding.items() if value is not None}
-        if hiding and {*self.config.kinds} != {"flash"}:
+        kinds, softmax = {*self.config.kinds}, {*get_args(Implementation)}
+        if hiding and kinds != {"flash"}:
             expected, argument = f"None with attention {self.config.attention!r}", next(iter(hiding))
             raise fault(ArgumentError, type(self).__name__, argument, expected, "a value")
-        if position_ids is not None and not {*self.config.kinds} <= {*get_args(Implementation)}:
+        if position_ids is not None and not (kinds & softmax if self.over_ranks else kinds <= softmax):
             expected = f"None with attention {self.config.attention!r}, which counts tokens"
             raise fault(ArgumentError, type(self).__name__, "position_ids", expected, "a tensor")
         logits = self.head(self.hidden(tokens, cache, position_ids, **hiding))
@@ -364,11 +367,14 @@ class TransformerLM(nn.Module):
         x = self.embedding(tokens)
         again = self.config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
+            given = position_ids
+            if self.over_ranks and isinstance(block.attention, LinearAttention | DeltaAttention):
+                given = None
             if again:
                 options = {"use_reentrant": False, "preserve_rng_state": False, **hiding}  # nothing is random
-                x = checkpoint(block, x, None, position_ids, **options)
+                x = checkpoint(block, x, None, given, **options)
             else:
-                x = block(x, None if cache is None else cache[index], position_ids, **hiding)
+                x = block(x, None if cache is None else cache[index], given, **hiding)
         out: Tensor = self.norm(x)
         return out
 

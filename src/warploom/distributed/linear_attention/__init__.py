@@ -4,7 +4,7 @@ Every rank computes the state that its own tokens leave behind, and all of them 
 their parts, whatever the length. A plain call of linear attention from the state before the part does the rest. In
 the backward the gradients of states go the other way.
 
-In reading order: ``api`` validates a call, ``segments`` cuts a part into plain calls, ``calls`` makes a plain call,
+In reading order: ``api`` validates a call, ``calls`` makes a plain call on a segment of this rank's part,
 ``states`` exchanges states, ``forward`` and ``backward`` put them together, ``operator`` registers both.
 """
 

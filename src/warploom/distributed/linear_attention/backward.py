@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,41 +13,13 @@ from warploom.distributed.linear_attention.calls import (
     count_sequences,
     state_shape,
 )
-from warploom.distributed.linear_attention.segments import Segment
-from warploom.distributed.linear_attention.states import decay_over, exchange_gradients, gather
+from warploom.distributed.linear_attention.states import decay_over, exchange_gradients
+from warploom.distributed.ranks import gather
+from warploom.distributed.segments import GradientSums, Segment
 from warploom.runtime.dispatch import Tensors
-from warploom.runtime.memory_order import empty_in_order_of, layout_of
+from warploom.runtime.memory_order import layout_of
 
 Tensor = torch.Tensor
-
-
-class GradientSums:
-    """Gradients of the inputs, from those of segments.
-
-    Args:
-        call: The call.
-    """
-
-    def __init__(self, call: ContextLinearCall) -> None:
-        self.found: list[Tensor | None] = [
-            None if x is None else empty_in_order_of(x, x.shape[-1]) if n < 3 else torch.zeros_like(x)
-            for n, x in enumerate(call.inputs[:DIFFERENTIABLE])
-        ]
-
-    def add(self, segment: Segment, gradients: Sequence[Tensor | None]) -> None:
-        """Put those of a segment in their places, or add them."""
-        for number, (into, gradient) in enumerate(zip(self.found, gradients)):
-            if into is None or gradient is None:
-                continue
-            if number < 3 or (number == 4 and into.dim() == 3):  # q, k, v, a decay for every token
-                if gradient.shape == into.shape and gradient.stride() == into.stride():
-                    self.found[number] = gradient
-                else:
-                    into[:, segment.tokens] = gradient
-            elif number == 5:
-                into[segment.sequences] += gradient
-            else:
-                into += gradient
 
 
 def backward(
@@ -69,7 +40,10 @@ def backward(
         factors: Likewise.
         wanted: Which gradients are.
     """
-    sums, (grad, grad_last) = GradientSums(call), grads
+    grad, grad_last = grads
+    decay = call.inputs.decay
+    rows = (True, True, True, False, decay is not None and decay.dim() == 3, False)
+    sums = GradientSums(call.inputs[:DIFFERENTIABLE], rows)
     if not call.options.causal:
         _add_full(sums, call, grad, carried, wanted)
         return tuple(sums.found)
@@ -82,10 +56,7 @@ def backward(
         sums.add(single, _differentiate_single(single, call, grad, grad_last, states, carried, factors, wanted))
     else:
         _add_causal(sums, call, grad, grad_last, carried, factors, wanted)
-    initial = call.inputs.initial_state
-    if grad_last is not None and initial is not None and call.group.rank() == 0:
-        empty = torch.tensor([a == b for a, b in itertools.pairwise(call.bounds)], device=initial.device)
-        sums.found[5] = torch.where(empty[:, None, None, None], grad_last.to(initial.dtype), sums.found[5])  # type: ignore[arg-type]
+    sums.add_empty(call.bounds, grad_last, call.group)
     return tuple(sums.found)
 
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warploom.distributed.linear_attention.segments import RankPart, Segment
+from warploom.distributed.plain_calls import PlainOperator
 from warploom.distributed.ranks import Bounds
+from warploom.distributed.segments import RankPart, Segment
 from warploom.ops.linear_attention import reference
 from warploom.ops.linear_attention.api import longest_of
 from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
-from warploom.runtime.autocast import disable_autocast
+from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.runtime.plans import Plans, tensor_key
 
 Tensor = torch.Tensor
@@ -92,25 +93,24 @@ def state_dtype(inputs: LinearInputs) -> torch.dtype:
     return torch.promote_types(inputs.q.dtype, torch.float32)
 
 
+def _run_reference(inputs: LinearInputs, offset: int, options: LinearOptions) -> Any:
+    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
+    return reference.linear_attention(
+        q, k, v, decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
+        activation=options.activation, interleaved=options.kind == "interleaved",
+        offset=offset if offsets is None else offsets, scale=options.scale, initial_state=initial_state,
+        return_state=options.return_state, cu_seqlens=cu_seqlens, longest=longest_of(cu_seqlens),
+    )  # fmt: skip
+
+
+PLAIN = PlainOperator(OPERATOR, _run_reference, DIFFERENTIABLE)
+
+
 def attend(
     inputs: LinearInputs, offset: int, options: ContextLinearOptions, return_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Returns outputs, and the last states where they are wanted."""
-    plain = options.plain(return_state)
-    if options.kernels:
-        from warploom.ops.linear_attention.operator import OPERATOR as PLAIN
-
-        out, state = PLAIN.op_without_autograd(*PLAIN.join_arguments(inputs, offset, plain))
-        return out, state if return_state else None
-    q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
-    with disable_autocast(q):
-        found: Any = reference.linear_attention(
-            q, k, v, decay=decay, theta=theta, encoding="rotate" if plain.kind == "interleaved" else plain.kind,
-            activation=plain.activation, interleaved=plain.kind == "interleaved",
-            offset=offset if offsets is None else offsets, scale=plain.scale, initial_state=initial_state,
-            return_state=return_state, cu_seqlens=cu_seqlens, longest=longest_of(cu_seqlens),
-        )  # fmt: skip
-    return found if return_state else (found, None)
+    return PLAIN.run(inputs, offset, options.plain(return_state), options.kernels)
 
 
 def differentiate(
@@ -118,24 +118,8 @@ def differentiate(
     options: ContextLinearOptions, wanted: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Returns gradients of q, k, v, theta, decay and the first state, of those that are wanted and there."""
-    wanted = [wants and x is not None for wants, x in zip(wanted, inputs)]
-    if options.kernels:
-        from warploom.ops.linear_attention.operator import OPERATOR as PLAIN
-
-        backward: Any = PLAIN.backward_operator
-        rest = (*options.plain(grad_state is not None), wanted)
-        found = backward.op(*backward.join_arguments((grad, grad_state, *inputs), offset, rest))
-        return [gradient if wants else None for gradient, wants in zip(found, wanted)]
-    with torch.enable_grad():
-        leaves: Any = [None if x is None else x.detach().requires_grad_() for x in inputs[:DIFFERENTIABLE]]
-        out, state = attend(
-            LinearInputs(*leaves, *inputs[DIFFERENTIABLE:]), offset, options, grad_state is not None
-        )
-        pairs = [(x, g) for x, g in ((out, grad), (state, grad_state)) if x is not None and g is not None]
-        results, given = zip(*pairs) if pairs else ((out,), (torch.zeros_like(out),))
-        chosen = [leaf for leaf, wants in zip(leaves, wanted) if wants]
-        each = iter(torch.autograd.grad(results, chosen, given, allow_unused=True, materialize_grads=True))
-    return [next(each) if wants else None for wants in wanted]
+    plain = options.plain(False)
+    return PLAIN.differentiate(grad, grad_state, inputs, offset, plain, options.kernels, wanted)
 
 
 def last_state(inputs: LinearInputs, offset: int, options: ContextLinearOptions, plans: Plans) -> Tensor:

@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 
-from warploom.distributed.linear_attention.calls import ContextLinearCall, attend, state_dtype
-from warploom.distributed.linear_attention.segments import Segment
+from warploom.distributed.linear_attention.calls import (
+    ContextLinearCall,
+    attend,
+    count_sequences,
+    state_dtype,
+    state_shape,
+)
 from warploom.distributed.linear_attention.states import (
     compute_carried,
     compute_total,
     decay_over,
     exchange_states,
-    gather_last_states,
 )
+from warploom.distributed.segments import Segment, gather_last_states
 from warploom.runtime.memory_order import empty_in_order_of
 
 Tensor = torch.Tensor
@@ -44,7 +49,11 @@ def forward(call: ContextLinearCall, states: Tensor) -> tuple[Tensor, Tensor, Te
             out[:, segment.tokens], state = attend(*plain, options.return_state)
             found.append(state)
     if options.return_state:
-        return out, gather_last_states(call, found), carried, factors
+        shape = state_shape(inputs, options, count_sequences(inputs))
+        last = inputs.q.new_zeros(shape, dtype=state_dtype(inputs))
+        if inputs.initial_state is not None:
+            last.copy_(inputs.initial_state)
+        return out, gather_last_states(call.part, found, last, call.group), carried, factors
     return out, inputs.q.new_empty(0, dtype=state_dtype(inputs)), carried, factors
 
 

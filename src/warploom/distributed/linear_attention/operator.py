@@ -18,8 +18,8 @@ from warploom.distributed.linear_attention.calls import (
     state_shape,
 )
 from warploom.distributed.linear_attention.forward import forward
-from warploom.distributed.linear_attention.segments import LAYOUT, make_part
 from warploom.distributed.ranks import Bounds, bounds_of, group_named
+from warploom.distributed.segments import LAYOUT, make_part
 from warploom.errors import dtype_of
 from warploom.ops.linear_attention.call import LinearInputs
 from warploom.runtime.dispatch import CustomOperator, Gradient, Tensors

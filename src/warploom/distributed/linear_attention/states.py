@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from warploom.distributed.linear_attention.calls import (
@@ -13,18 +11,10 @@ from warploom.distributed.linear_attention.calls import (
     state_dtype,
     state_shape,
 )
-from warploom.distributed.ranks import all_gather, as_bytes
+from warploom.distributed.ranks import gather
 from warploom.ops.linear_attention.call import LinearInputs
 
 Tensor = torch.Tensor
-
-
-def gather(x: Tensor, group: Any) -> Tensor:
-    """Returns the tensors of all ranks, (W, …)."""
-    every: Tensor = x.new_empty((group.size(), *x.shape))
-    if x.numel():
-        all_gather(as_bytes(every), as_bytes(x.contiguous()), group=group)
-    return every
 
 
 def decay_over(inputs: LinearInputs, tokens: slice) -> Tensor:
@@ -54,15 +44,14 @@ def exchange_states(own: Tensor, factor: Tensor, call: ContextLinearCall) -> tup
     """Exchange the states that ranks leave behind and the decays over their tokens.
 
     Returns:
-        The state before this rank, (B, H, F, E), and the decay over each rank, (W, B, H), 0 where the state that
-        leaves a rank began there.
+        The state before this rank, (B, H, F, E), and the decay over each rank, (W, B, H).
     """
     states, factors = gather(own, call.group), gather(factor, call.group)
-    factors *= call.part.passed
     rank = call.group.rank()
     state = states[0].clone() if rank else torch.zeros_like(own)
     for other in range(1, rank):
-        state = torch.addcmul(states[other], factors[other, :, :, None, None], state)
+        decayed = states[other], factors[other, :, :, None, None], state
+        state = torch.addcmul(*decayed) if call.part.passed[other] else states[other].clone()
     return state, factors
 
 
@@ -71,7 +60,8 @@ def exchange_gradients(own: Tensor, factors: Tensor, call: ContextLinearCall) ->
     every, rank, last = gather(own, call.group), call.group.rank(), call.group.size() - 1
     grad_state = every[last] if rank < last else torch.zeros_like(own)
     for other in range(last - 1, rank, -1):
-        grad_state = torch.addcmul(every[other], factors[other, :, :, None, None], grad_state)
+        decayed = every[other], factors[other, :, :, None, None], grad_state
+        grad_state = torch.addcmul(*decayed) if call.part.passed[other] else every[other]
     return grad_state
 
 
@@ -82,18 +72,3 @@ def compute_total(call: ContextLinearCall) -> Tensor:
     for segment in call.part.segments:
         own[segment.sequences] = last_state(*call.at(segment, None), call.plans)
     return gather(own, call.group).sum(0)
-
-
-def gather_last_states(call: ContextLinearCall, found: list[Tensor]) -> Tensor:
-    """Returns the last states of all sequences on every rank, from those of this rank's segments."""
-    shape, initial = state_shape(call.inputs, call.options, count_sequences(call.inputs)), call.inputs.initial_state
-    last = call.inputs.q.new_zeros(shape, dtype=state_dtype(call.inputs))
-    ended, there = torch.zeros_like(last), torch.zeros(len(last), dtype=torch.uint8, device=last.device)
-    sequences, rows = call.part.ended
-    if len(sequences):
-        ended[sequences] = torch.cat(found)[rows]
-        there[sequences] = 1
-    if initial is not None:
-        last.copy_(initial)
-    every, owners = gather(ended, call.group), gather(there, call.group)
-    return torch.where(owners.bool().any(0)[:, None, None, None], every.sum(0), last)

@@ -176,6 +176,10 @@ def backward(
     entries = plans.get("entries", entries_at_once, inputs, options, True)
     if entries < q.shape[0]:
         return _backward_in_pieces(grad, grad_state, inputs, options, offset, wanted, plans, entries)
+    if not any(wanted[:6]):
+        given = (grad, grad_state, inputs, options)
+        alone = plans.get((grad.dtype, strides, "state"), plan_state_backward, *given)
+        return *[None] * 6, _differentiate_state(alone, *given[:3], offset)
     plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
     first = None if plan.first is None else plan.first.empty(q)
     queries, keys = q, k
@@ -217,6 +221,46 @@ def backward(
     if ddecay is not None and decay is not None:
         ddecay = (ddecay.sum(-1) if decay.dim() == 3 else ddecay).to(decay.dtype)
     return dq, dk, dv, dbeta, ddecay, dtheta, first if wanted[6] else None
+
+
+class DeltaStateBackward(NamedTuple):
+    """Plan of the gradient of the first state alone."""
+
+    first: Buffer
+    buffers: ChunkBuffers
+    states: Buffer
+    updates: Buffer
+    chunks: Launch
+    reverse: Launch
+
+
+def plan_state_backward(
+    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions
+) -> DeltaStateBackward:
+    """Plans the gradient of the first state alone."""
+    call = DeltaCall(inputs, options, CHUNKS[inputs.q.dtype.itemsize < 4])
+    first, work = Buffer.rows(call.state_shape, inputs.initial_state.dtype), work_dtype(call)  # type: ignore[union-attr]
+    shape, wide = (call.slots, call.heads), wide_values(call)
+    states = Buffer.rows((*shape, wide, in_power_of_two(call.features)), work)
+    updates = Buffer.rows((*shape, call.chunk, wide), work)
+    chunks = plan_chunks(call, inputs.q, inputs.k, encoding=True)
+    reverse = plan_reverse_scan(call, grad, grad_state, first)
+    return DeltaStateBackward(first, ChunkBuffers.of(call, False), states, updates, chunks, reverse)
+
+
+def _differentiate_state(
+    plan: DeltaStateBackward, grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, offset: int
+) -> Tensor:
+    """Returns the gradient of the first state: that of outputs and of the last state, carried back over chunks."""
+    q, k, v, beta, decay, theta, _, offsets, cu_seqlens = inputs
+    held = plan.buffers.empty(q)
+    plan.chunks(q, k, v, beta, decay, theta, offsets, cu_seqlens, *held, offset)
+    first, states, updates = plan.first.empty(q), plan.states.empty(q), plan.updates.empty(q)
+    plan.reverse(
+        held.from_start, held.until_end, held.scores, held.predicted, held.kept, grad, grad_state, first, states,
+        updates, cu_seqlens,
+    )  # fmt: skip
+    return first
 
 
 def _backward_in_pieces(
