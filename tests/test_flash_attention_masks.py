@@ -8,6 +8,7 @@ from flash_cases import backends
 
 import warploom
 from warploom import BlockMask, block_mask, flash_attention
+from warploom.ops.flash_attention import patterns
 from warploom.ops.flash_attention.block_mask import of_dense
 
 SIZES = ((1, 1, 300, 413), (2, 3, 128, 130), (2, 1, 1, 700), (1, 2, 384, 256))
@@ -388,3 +389,30 @@ def test_masks_and_biases_are_compiled(backend: Any, device: torch.device, fresh
                 out = function(*tensors, mask, bias)
                 results.append((out, *torch.autograd.grad(out.sin().sum(), [*tensors, bias])))
             torch.testing.assert_close(*results)
+
+
+PATTERNS = ("causal", "documents", "prefix", "sliding + global", "tree", "random 30 %")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_of_the_bench(name: str) -> None:
+    """FlexAttention reads the same masks, and operations are those of tiles that see something."""
+    n, m = (300, 300) if name != "tree" else (40, 300)
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    pattern = patterns.make_pattern(name, n, m, "cpu")
+    made = block_mask(pattern, N=n, M=m)
+    assert torch.equal(block_mask(flex.create_block_mask(pattern, None, None, n, m, "cpu")).dense(), made.dense())
+    rows, columns = (torch.tensor([min(128, size - i) for i in range(0, size, 128)]) for size in (n, m))
+    pairs = (made.tiles[0, 0] != -2) * rows[:, None] * columns
+    assert patterns.count_pairs(name, n, m) == int(pairs.sum())
+    assert made.dense().any(-1).all()
+    case = {"batch": 2, "n": n, "m": m, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "pattern": name}
+    assert patterns.masked_traffic(case, "fwd").flops == 2 * 4 * 4 * 64 * int(pairs.sum())
+
+
+def test_a_tree_of_the_bench_sees_the_cache_and_its_path() -> None:
+    seen = block_mask(patterns.make_pattern("tree", 7, 20, "cpu"), N=7, M=20).dense()[0, 0]
+    assert seen[:, :13].all()
+    assert [row.nonzero().flatten().tolist() for row in seen[:, 13:]] == [
+        [0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5], [0, 1, 6]
+    ]  # fmt: skip

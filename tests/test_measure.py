@@ -223,6 +223,7 @@ def test_a_sample_says_whether_the_host_was_ahead(monkeypatch: pytest.MonkeyPatc
 # Peers
 
 
+MASKED = {"torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex_attention"}
 PEERS = {
     "flash-attention": {
         "torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex_attention", "flash_attn",
@@ -234,6 +235,9 @@ PEERS = {
     "lrpe-rotate-md": {"torch", "torch_compile", "torch_compile_cache"},
     "lrpe-cosine-md": {"torch", "torch_compile", "torch_compile_cache"},
     "attention-decode": {"torch", "torch_compile", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"},
+    "attention-masks": MASKED,
+    "attention-biases": MASKED,
+    "attention-trees": MASKED,
     "attention-serving": {"torch", "torch_varlen", "torch_varlen_invariant", "torch_varlen_gathered"},
     "tpa-decode": {"torch", "torch_compile", "torch_naive", "sdpa_gqa", "sdpa_mha"},
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
@@ -268,6 +272,9 @@ def test_no_peer_is_dropped_from_a_bench(name: str, models: None) -> None:
 PEERS_ON_A_CPU = {
     "flash-attention": ["torch", "sdpa_flash"],
     "attention-decode": ["torch", "sdpa_flash"],
+    "attention-masks": ["torch", "sdpa_flash"],
+    "attention-biases": ["torch", "sdpa_flash"],
+    "attention-trees": ["torch", "sdpa_flash"],
     "attention-serving": ["torch"],  # PyTorch's own attention, sequence by sequence
     "tpa-decode": ["torch_naive", "torch", "sdpa_gqa", "sdpa_mha"],
     "tpa-attention": ["torch_naive"],  # which forms factors, and calls PyTorch's own attention

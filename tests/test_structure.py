@@ -34,6 +34,8 @@ FACES = {"reference", "validation", "call", "problem", "engine", "fallback", "ta
 ALLOWED = {
     "reference": set(),
     "peers": {"reference", "warploom.ops.spec"},  # so that no record of theirs depends on a kernel of ours
+    "patterns": {"block_mask", "warploom.ops.spec"},
+    "peers_masked": {"block_mask", "patterns", "peers", "warploom.ops.spec"},
     "kernels": {"kernels", "warploom.device"},
     "triton": {"triton", "warploom.device"},
     "hopper": {"hopper", "triton", "warploom.device"},

@@ -144,6 +144,8 @@ def _make_untouched(bench: Bench, case: Case) -> Inputs:
     """Returns the inputs of a case with undefined values: planning reads none of them."""
 
     def allocate(value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_make"):  # of tensors, as a mask is
+            return value._make(map(allocate, value))
         if not isinstance(value, torch.Tensor):
             return value
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

@@ -296,7 +296,7 @@ def normal(
     a prime period, so that no two of its rows are equal. While launches are recorded, the tensor is left
     uninitialised, as nothing reads it and some cases have many GiB.
     """
-    if _is_recording():
+    if is_recording():
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
         seed = int(torch.randint(2**62, (), generator=generator))
@@ -315,10 +315,11 @@ def need_cuda(what: str = "the Triton kernels") -> None:
     Raises:
         Unsupported: There is no NVIDIA GPU.
     """
-    if not torch.cuda.is_available() and not _is_recording():
+    if not torch.cuda.is_available() and not is_recording():
         raise Unsupported(f"an NVIDIA GPU is needed for {what}")
 
 
-def _is_recording() -> bool:
+def is_recording() -> bool:
+    """Returns True while launches are recorded instead of made, which read no numbers."""
     launch = sys.modules.get("warploom.runtime.launch")
     return bool(launch and launch.is_recording())

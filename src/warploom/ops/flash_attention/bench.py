@@ -10,10 +10,22 @@ from typing import Any
 
 import torch
 
-from warploom.ops.flash_attention import peers, reference
-from warploom.ops.flash_attention.api import flash_attention
+from warploom.ops.flash_attention import patterns, peers, peers_masked, reference
+from warploom.ops.flash_attention.api import BlockMask, flash_attention
 from warploom.ops.flash_attention.peers import Provider
-from warploom.ops.spec import SEEDS, Bench, Case, Inputs, Operator, Outputs, Traffic, need_cuda, normal, on_gpus
+from warploom.ops.spec import (
+    SEEDS,
+    Bench,
+    Case,
+    Inputs,
+    Operator,
+    Outputs,
+    Traffic,
+    Unsupported,
+    need_cuda,
+    normal,
+    on_gpus,
+)
 
 Tensor = torch.Tensor
 
@@ -27,11 +39,12 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
     Keys: ``batch, n, heads, head_dim, dtype``; ``m`` (keys, by default n), ``key_heads`` (by default heads),
     ``value_dim`` (by default head_dim); ``size`` (of the numbers in q and k, by default 1), ``layout`` (``bhnd``
-    for heads before tokens in memory); ``sink`` (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and
-    ``seqused_k`` as lists; with the first and the last, or with a ``mix`` (of `peers.MIXES`) in their place,
-    queries are packed on a cache, in random pages if there is a ``page_size``; ``packing`` (of `peers.PACKINGS`);
-    ``cache`` (``lengths`` for entries of m/2 … m keys, ``pages`` for these in pages of `PAGE` keys); and ``causal,
-    scale, window, softcap, float32_precision, return_lse`` as in the public function.
+    for heads before tokens in memory); ``pattern``, ``bias`` and ``alibi``, see `patterns.add_masks`; ``sink``
+    (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and ``seqused_k`` as lists; with the first and the
+    last, or with a ``mix`` (of `peers.MIXES`) in their place, queries are packed on a cache, in random pages if
+    there is a ``page_size``; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
+    ``pages`` for these in pages of `PAGE` keys); and ``causal, scale, window, softcap, float32_precision,
+    return_lse`` as in the public function.
     """
     if "mix" in case:
         counts, used = zip(*peers.MIXES[case["mix"]])
@@ -72,7 +85,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         inputs["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device=device)
     if "cache" in case:
         return _cache_keys(inputs, case, generator)
-    return inputs
+    return patterns.add_masks(inputs, case, generator)
 
 
 PAGE = 256
@@ -184,10 +197,16 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     | {"return_lse": True},
 )
 
+
+def _define(mask: BlockMask | None = None, **inputs: Any) -> Outputs:
+    """Returns the definition's result, which takes a mask as a matrix."""
+    return reference.flash_attention(**inputs, mask=None if mask is None else mask.dense())
+
+
 OPERATOR = Operator(
     name="flash_attention",
     function=flash_attention,
-    reference=reference.flash_attention,
+    reference=_define,
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
     autocasts=("q", "k", "v"),
@@ -206,6 +225,11 @@ OPERATOR = Operator(
         "hopper_shared_key_kernel": 40,  # with a cap; otherwise 16
         "hopper_shared_query_kernel": 16,
         "hopper_query_kernel": 80,  # with a cap and 256 features; else 64, outside of its loops
+        # With a bias, and most on sm_120; tiles of these are not chosen by measurements yet.
+        "masked_forward_kernel": 400,
+        "masked_query_kernel": 240,
+        "masked_key_kernel": 264,
+        "masked_bias_kernel": 184,
     },
 )
 OPERATORS = (OPERATOR,)
@@ -450,6 +474,62 @@ def traffic(case: Case, mode: str) -> Traffic:
     return Traffic(2, 1, moved // 3, flops)
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Masks, biases and slopes
+# ----------------------------------------------------------------------------------------------------------
+
+_PATTERNS = ("causal", "documents", "prefix", "sliding + global")
+_RANDOM = tuple(f"random {share} %" for share in range(10, 91, 20))
+
+
+def _masks(device: str) -> list[Case]:
+    """Returns cases of causal attention as a mask, beside masks of every kind, of all shares of visible tiles."""
+    if device != "cuda":
+        return [_ON_CPU | {"n": 512, "causal": False, "pattern": name} for name in (*_PATTERNS, _RANDOM[0])]
+    return [
+        {**_training_case(2, 16, 16, head_dim, 8192, False), "pattern": name}
+        for head_dim in (64, 128)
+        for name in (*_PATTERNS, *_RANDOM)
+    ]
+
+
+def _biases(device: str) -> list[Case]:
+    """Returns cases of causal attention with a bias of heads or of keys, or slopes, each beside the plain call."""
+    plain: list[Case] = [_ON_CPU | {"n": 256}]
+    if device == "cuda":
+        plain = [_training_case(2, 16, 16, head_dim, n, True) for head_dim in (64, 128) for n in (2048, 4096)]
+    changes: tuple[dict[str, Any], ...] = ({}, {"bias": "heads"}, {"bias": "keys"}, {"alibi": True})
+    return [{**case, **change} for change in changes for case in plain]
+
+
+def _quick_biases(device: str) -> list[Case]:
+    return [case for case in _biases(device) if case.get("bias") == "heads"][-1:]
+
+
+def _quick_masks(device: str) -> list[Case]:
+    return [case for case in _masks(device) if case["pattern"] == "documents"][-1:]
+
+
+def _trees(device: str) -> list[Case]:
+    """Returns cases of a step of speculative decoding: the tree of what another model proposes, behind a cache."""
+    shape: dict[str, Any] = {"heads": 32, "key_heads": 8, "head_dim": 128, "dtype": "bfloat16", "causal": False}
+    if device != "cuda":
+        return [_ON_CPU | {"causal": False, "key_heads": 2, "n": 16, "m": 512, "pattern": "tree"}]
+    return [
+        {"batch": batch, "m": m, "n": n, **shape, "pattern": "tree"}
+        for n in (16, 64)
+        for batch, m in ((1, 8192), (1, 32768), (8, 8192))
+    ]
+
+
+def _warploom_causal(case: Case) -> Provider:
+    """Returns the call without a mask that shows what a mask of causal attention does: its rate is the aim."""
+    if case.get("pattern") != "causal":
+        raise Unsupported("it is for masks that a causal call shows too")
+    need_cuda("the Triton kernels")
+    return lambda q, k, v, **_: flash_attention(q, k, v, causal=True, backend="triton")
+
+
 BENCHES = (
     Bench(
         name="flash-attention",
@@ -502,6 +582,51 @@ BENCHES = (
         traffic=_serving_traffic,
         title="Attention of a server's batch on a cache",
         x="n",
+        modes=("fwd",),
+        budgets=peers.BUDGETS,
+    ),
+    Bench(
+        name="attention-masks",
+        operator=OPERATOR,
+        suites={
+            "quick": _quick_masks,
+            "published": _masks,
+        },
+        providers={"warploom": _warploom, "warploom_causal": _warploom_causal, **peers_masked.PROVIDERS},
+        precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        quick=("warploom", "torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        traffic=patterns.masked_traffic,
+        title="Attention with masks",
+        x="pattern",
+        budgets=peers.BUDGETS,
+    ),
+    Bench(
+        name="attention-biases",
+        operator=OPERATOR,
+        suites={
+            "quick": _quick_biases,
+            "published": _biases,
+        },
+        providers={"warploom": _warploom, **peers_masked.PROVIDERS},
+        precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        quick=("warploom", "torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        traffic=patterns.masked_traffic,
+        title="Attention with biases and slopes",
+        budgets=peers.BUDGETS,
+    ),
+    Bench(
+        name="attention-trees",
+        operator=OPERATOR,
+        suites={
+            "quick": lambda device: _trees(device)[:1],
+            "published": _trees,
+        },
+        providers={"warploom": _warploom, **peers_masked.PROVIDERS},
+        precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        quick=("warploom", "torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
+        traffic=patterns.masked_traffic,
+        title="Attention of a tree of tokens on a cache",
+        x="m",
         modes=("fwd",),
         budgets=peers.BUDGETS,
     ),

@@ -124,15 +124,15 @@ def _decode_plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Te
 
 def _decode_sdpa(backend: str, case: Case) -> Provider:
     """Returns PyTorch's fused attention with one of its kernels, for one query."""
-    _need_device_of(backend)
+    need_device_of(backend)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        return _attend_fused(backend, q, k, v, attn_mask=visible)
+        return attend_fused(backend, q, k, v, attn_mask=visible)
 
     return _decoding(attend)
 
 
-def _need_device_of(backend: str) -> None:
+def need_device_of(backend: str) -> None:
     """Raise unless a kernel of PyTorch's can run here: its flash attention alone does on a CPU.
 
     Raises:
@@ -142,7 +142,7 @@ def _need_device_of(backend: str) -> None:
         need_cuda("the fused kernels")
 
 
-def _attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Returns PyTorch's fused attention with one of its kernels, on (B, H, N, D).
 
     Raises:
@@ -162,7 +162,7 @@ def _attend_fused(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 def _sdpa(backend: str, case: Case) -> Provider:
     """Returns PyTorch's fused attention with one of its kernels."""
-    _need_device_of(backend)
+    need_device_of(backend)
     _need_no_options(case)
     grouped = case.get("key_heads", case["heads"]) != case["heads"]
     if case["dtype"] == "float32" and backend != "EFFICIENT_ATTENTION" and torch.cuda.is_available():
@@ -174,7 +174,7 @@ def _sdpa(backend: str, case: Case) -> Provider:
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, float32_precision: str | None = None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return _attend_fused(backend, q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+        return attend_fused(backend, q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
     return attend
 
