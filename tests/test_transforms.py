@@ -59,8 +59,9 @@ CALLS: dict[str, tuple[Run, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "rotary_attention": (lambda *_, **__: None, ((1, 3, 4, 4), (1, 2)), {}),
 }
 FORWARD_ON_KERNELS = {"lrpe_rotate", "lrpe_cosine", "lrpe_cosine_grid", "lrpe_over_the_sequence"}
-FORWARD_ON_KERNELS |= {"linear_attention_plain", "rotary_attention"}
-TANGENTS_WITH_GRADIENTS = FORWARD_ON_KERNELS.copy()  # by operators that have a backward
+FORWARD_ON_KERNELS |= {"linear_attention_plain", "rotary_attention", "tpa_attention"}
+FORWARD_ON_KERNELS |= {name for name in CALLS if name.startswith("flash_attention")}
+TANGENTS_WITH_GRADIENTS = {name for name in FORWARD_ON_KERNELS if name.startswith(("lrpe", "linear"))}
 DIFFERENTIABLE = [name for name in CALLS if name != "tpa_decode"]
 ON_BOTH = [
     (name, backend) for name in CALLS for backend in BACKENDS if (name, backend) != ("rotary_attention", "torch")

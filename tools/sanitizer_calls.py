@@ -98,6 +98,23 @@ def _masked(n: int, m: int) -> Inputs:
     return {**_attention(n, m, 4, 48, key_heads=2), "mask": mask, "bias": bias[:, :1], "alibi": torch.rand(4)}
 
 
+def _jvp(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Flash attention in forward mode."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attention(q, k, v, return_lse=True, **options)
+
+    q, k, v = (x.detach() for x in (q, k, v))
+    primals, tangents = torch.func.jvp(attend, (q, k, v), (q, k, v))
+    return *primals, *tangents
+
+
+def _tangents(n: int, m: int, **options: Any) -> Inputs:
+    """Queries, keys and values, none of which wants a gradient."""
+    inputs = _attention(n, m, 4, 48, key_heads=2, **options)
+    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
 def _appended(page_size: int | None, dtype: torch.dtype = HALF) -> Inputs:
     """New tokens of three sequences, one of which has none, and queries to be rotated."""
     new = {name: _random(1, 33, heads, 48, dtype=dtype, grad=False) for name, heads in zip("qkv", (4, 2, 2))}
@@ -249,6 +266,7 @@ CALLS: tuple[Call, ...] = tuple(
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "masked", _masked, {"n": 140, "m": 270}),
+        ("flash_attention", _jvp, "jvp", _tangents, {"n": 140, "m": 270, "causal": True, "sink": torch.rand(4)}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),
         ("rotary_attention", _rotary, "rotary", _projected, {"n": 140, "heads": 67, "d": 64}),

@@ -189,7 +189,8 @@ class Function:
         validated = self.check(self.name, tensors, as_python(options), number)
         sharded = self.axes is not None and is_sharded(tensors)
         unsupported = validated.unsupported
-        if unsupported is None and not _is_traced_by_dynamo() and forward_ad._current_level >= 0:
+        forward_mode = not _is_traced_by_dynamo() and forward_ad._current_level >= 0
+        if unsupported is None and forward_mode:
             unsupported = self._find_forward_obstacle(tensors, validated)
         on_kernels = not sharded and use_triton(self.name, backend, given[0], unsupported)
         check_values = self.check_values if self.check_values is not None and reads_values_of(given[0]) else None
@@ -204,7 +205,8 @@ class Function:
         operator = self.operator
         if key is None:  # no plain eager call, and so none to be kept
             arranged = tensors if validated.arrange is None else validated.arrange(*tensors)
-            return validated.select(apply(operator, arranged, number, validated.options))
+            both = _run_both(operator, arranged, number, validated.options) if forward_mode else None
+            return validated.select(both or apply(operator, arranged, number, validated.options))
         # (d) Prepare it, and keep it for calls like it.
         final = validated.options
         wanted = tuple([enabled and tensor is not None and tensor.requires_grad for tensor in tensors])
@@ -220,7 +222,7 @@ class Function:
         """Returns why kernels do not compute the tangents of a call; None if they do, or if it has none."""
         inputs = tensors if validated.arrange is None else validated.arrange(*tensors)
         given = tuple([tensor is not None and has_tangent(tensor) for tensor in inputs])
-        return self.operator.find_forward_obstacle(validated.options, given) if any(given) else None
+        return self.operator.find_forward_obstacle(inputs, validated.options, given) if any(given) else None
 
     def _define(self, tensors: Tensors, number: int, options: Any) -> Any:
         """Returns the results of the operator that have derivatives, by the reference."""
@@ -299,6 +301,27 @@ def apply_registered(operator: CustomOperator, tensors: Tensors, number: int, op
         operator.register_flops()
     found = operator.op(*operator.join_arguments(tensors, number, options))
     return (found,) if operator.num_results == 1 else found
+
+
+def _run_both(operator: CustomOperator, tensors: Tensors, number: int, options: Any) -> Tensors | None:
+    """Returns the results of a call with their tangents, computed together, or None where that cannot be.
+
+    It cannot be within ``vmap``, nor where gradients are wanted, which the results have but not their tangents.
+    """
+    tangent = operator.tangent
+    if tangent is None or tangent.run_both is None:
+        return None
+    if any(t is not None and is_differentiated(t) for t in tensors):
+        return None
+    try:
+        parts = [(None, None) if t is None else tuple(forward_ad.unpack_dual(t, level=0)) for t in tensors]
+    except RuntimeError:
+        return None
+    inputs, tangents = (operator.inputs_type(*each) for each in zip(*parts))
+    if all(t is None for t in tangents) or tangent.obstacle(inputs, options, [t is not None for t in tangents]):
+        return None
+    results = zip(*tangent.run_both(inputs, tangents, number, options))
+    return tuple([forward_ad.make_dual(x, dx, level=0) for x, dx in results])
 
 
 class _OperatorFunction(torch.autograd.Function):
@@ -407,14 +430,16 @@ class Tangent(NamedTuple):
     run: Callable[[Any, Any, int, Any], Sequence[Tensor]]
     """Computes the tangents of the results that have gradients, given tensors, their tangents, each of which may be
     None for zero, number and options. Results that the call does not have are left out at the end."""
-    obstacle: Callable[[Any, Sequence[bool]], str | None] = lambda options, given: None
-    """Returns why ``run`` does not compute a call, or None, given the options and which tensors have a tangent."""
+    obstacle: Callable[[Any, Any, Sequence[bool]], str | None] = lambda inputs, options, given: None
+    """Returns why ``run`` does not compute a call, or None, given tensors, options and which tensors have one."""
+    run_both: Callable[[Any, Any, int, Any], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
+    """Computes the results too, given the same as ``run``, where that is faster than one after the other."""
 
 
 def differentiate_forward(
     function: Callable[..., Tensor | Sequence[Tensor]], tensors: Sequence[Any], tangents: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
-    """Returns the tangents of a function's results, given its arguments and their tangents, each None for zero.
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns a function's results and their tangents, given its arguments and their tangents, each None for zero.
 
     It is for a derivative that a transform or level of forward mode asks for, and belongs to that.
     """
@@ -428,8 +453,9 @@ def differentiate_forward(
         ]
         results = function(*duals)
         results = (results,) if isinstance(results, Tensor) else results
-        found = [(x, forward_ad.unpack_dual(x, level=0).tangent) for x in results]
-    return tuple([torch.zeros_like(x) if tangent is None else tangent for x, tangent in found])
+        found = [forward_ad.unpack_dual(x, level=0) for x in results]
+    own = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in found]
+    return tuple([x for x, _ in found]), tuple(own)
 
 
 @dataclass(eq=False)
@@ -504,11 +530,11 @@ class CustomOperator:
         number, rest = (rest[0], rest[1:]) if self.number else (0, rest)
         return tensors, number, self.options_type(*(tuple(o) if isinstance(o, list) else o for o in rest))
 
-    def find_forward_obstacle(self, options: Any, given: Sequence[bool]) -> str | None:
+    def find_forward_obstacle(self, tensors: Tensors, options: Any, given: Sequence[bool]) -> str | None:
         """Returns why kernels do not compute tangents of a call, or None, given which tensors have one."""
         if self.tangent is None:
             return f"{self.name} has no kernels in forward mode"
-        reason = self.tangent.obstacle(options, given)
+        reason = self.tangent.obstacle(tensors, options, given)
         return None if reason is None else f"in forward mode, {reason}"
 
     def differentiate_forward(
@@ -520,7 +546,7 @@ class CustomOperator:
             NotImplementedError: The operator writes a tensor that it is given, or is a backward.
         """
         given = [tangent is not None for tangent in tangents]
-        if self.tangent is not None and self.tangent.obstacle(options, given) is None:
+        if self.tangent is not None and self.tangent.obstacle(tensors, options, given) is None:
             return self.tangent.run(tensors, tangents, number, options)
         if self.definition is None or "!)" in self.tensors:
             raise NotImplementedError(
@@ -531,7 +557,7 @@ class CustomOperator:
         def run(*tensors: Any) -> Any:
             return define(self.inputs_type(*tensors), number, options)
 
-        return differentiate_forward(run, tensors, tangents)
+        return differentiate_forward(run, tensors, tangents)[1]
 
     def register_flops(self) -> None:
         """Register ``flops`` with PyTorch's counter of operations, if that is in use: it imports Triton."""

@@ -11,6 +11,7 @@ from warploom.errors import BackendError
 from warploom.ops.flash_attention import fallback
 from warploom.ops.flash_attention.block_mask import BlockMask, block_mask
 from warploom.ops.flash_attention.operator import OPERATOR, OPERATOR_INTO, OPERATOR_MASKED
+from warploom.ops.flash_attention.tangent import TANGENT
 from warploom.ops.flash_attention.validation import (
     NAME,
     Bits,
@@ -237,6 +238,6 @@ def _axes(inputs: FlashInputs, options: tuple[object, ...]) -> Axes:
     return Axes(("b.h.", keys, keys, "h", "", "", *of_entries), ("b.h.", "bh.") if return_lse else ("b.h.",))
 
 
-_function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values)
+_function = Function(NAME, check, _run_reference, OPERATOR, _axes, check_values, TANGENT)
 _function_masked = Function(NAME, check_masked, _run_reference, OPERATOR_MASKED, check_values=check_masked_values)
 _function_into = Function(NAME, check_into, _run_reference_into, OPERATOR_INTO, check_values=check_values_into)

@@ -18,7 +18,7 @@ from warploom.ops.flash_attention.hopper import launch_varlen as varlen
 from warploom.ops.flash_attention.problem import Call, Masking, Shape
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
-from warploom.ops.flash_attention.triton import launch_masked
+from warploom.ops.flash_attention.triton import launch_jvp, launch_masked
 from warploom.ops.flash_attention.triton import launch_small as small
 from warploom.ops.flash_attention.triton.backward import (
     KeyParts,
@@ -207,6 +207,14 @@ def _triton_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant:
     if grid.splits > 1:
         variant = _split_forward(call, out, variant, grid.splits)
     return variant if terms is None else variants.TermsForward(terms, variant)
+
+
+def plan_jvp(call: Call, tensors: ForwardTensors) -> variants.JvpForward | variants.NothingJvp:
+    """Returns the forward of a call with tangents, which have the strides of their tensors."""
+    if call.shape.empty():
+        return variants.NothingJvp()
+    note("jvp", "JvpForward: forward mode has a kernel in Triton alone")
+    return variants.JvpForward(launch_jvp.plan_jvp(call, *tensors))
 
 
 _CACHE_FORWARD = (_hopper_cache_forward, _triton_forward)

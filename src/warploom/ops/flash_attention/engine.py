@@ -17,6 +17,7 @@ from warploom.ops.flash_attention.choose import (
     ForwardTensors,
     choose_backward,
     choose_forward,
+    plan_jvp,
     plan_masked_backward,
     plan_masked_forward,
     plan_preprocess,
@@ -36,12 +37,15 @@ from warploom.ops.flash_attention.variants import (
     Gradients,
     HopperForward,
     HopperGradient,
+    JvpForward,
     LoneSinkGradient,
     MaskedForward,
     NothingBackward,
     NothingForward,
+    NothingJvp,
     SeparateBackward,
     SinkGradient,
+    Tangents,
 )
 from warploom.runtime.launch import Buffer, are_aligned
 from warploom.runtime.memory_order import layout_of
@@ -63,6 +67,7 @@ __all__ = [
     "backward",
     "forward",
     "is_fused",
+    "jvp",
     "masked_backward",
     "masked_forward",
     "plan_backward",
@@ -201,6 +206,44 @@ def backward(
     if plan.sink is None or logits.sink is None:
         return dq, dk, dv, None
     return dq, dk, dv, plan.sink(logits.sink, inputs, delta)
+
+
+class JvpPlan(NamedTuple):
+    """Results of a forward with tangents, and the variant that writes them."""
+
+    out: Buffer
+    lse: Buffer
+    variant: JvpForward | NothingJvp
+
+
+def jvp(
+    q: Tensor, k: Tensor, v: Tensor, tangents: Tangents, mask: MaskSpec, scale: float, precision: str | None,
+    plans: Plans, logits: Logits = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns attention and lse as `forward` does, and their tangents, given those of q, k, v and the sink."""
+    (q, dq), (k, dk), (v, dv) = (_with_equal_strides(x, dx) for x, dx in zip((q, k, v), tangents))
+    given = (dq, dk, dv, tangents[3])
+    precision = precision_of(q, precision)
+    aligned = are_aligned(*(x for x in (q, k, v, *given[:3]) if x is not None))
+    key = ("jvp", precision, aligned, q.stride(), k.stride(), v.stride(), *(x is None for x in given))
+    plan = plans.known.get(key)
+    if plan is None:
+        call = Call.of(q, k, v, mask, scale, logits.softcap)
+        call = call._replace(precision=precision, aligned=aligned, has_sink=logits.sink is not None)
+        out = layout_of(q, v.shape[3])
+        lse = Buffer.rows((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+        plan = plans.keep(key, JvpPlan(Buffer.like(out), lse, plan_jvp(call, ForwardTensors(q, k, v, out))))
+    out, dout = plan.out.empty(q), plan.out.empty(q)
+    results = out, plan.lse.empty(q), dout, plan.lse.empty(q)
+    plan.variant(ForwardInputs(q, k, v, mask, logits.sink, None), given, results)
+    return results
+
+
+def _with_equal_strides(x: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns a tensor and its tangent with the same strides: as they are, or copies without gaps."""
+    if tangent is None or x.stride() == tangent.stride():
+        return x, tangent
+    return x.contiguous(), tangent.contiguous()
 
 
 def masked_forward(

@@ -50,7 +50,7 @@ def _write(inputs: FlashInputs, out: Tensor | None, options: FlashOptions, plans
 
 
 def _mask_and_logits(
-    options: FlashOptions, inputs: FlashInputs | Saved, block_table: Tensor | None
+    options: FlashOptions, inputs: FlashInputs | Saved | DualInputs, block_table: Tensor | None
 ) -> tuple[MaskSpec, Logits]:
     """Returns mask and logits for the kernels, which read numbers of heads or batch entries as adjacent ones."""
     seqused_k, sink = inputs.seqused_k, inputs.sink
@@ -246,6 +246,58 @@ OPERATOR_MASKED = CustomOperator(
         fake=_masked_backward_fake,
         flops=_masked_backward_flops,
     ),
+)
+
+
+class DualInputs(NamedTuple):
+    """The tensors of a call in forward mode, with their tangents, which are None for zero."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dsink: Tensor | None
+
+
+def _forward_dual(inputs: DualInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:
+    """Returns attention and lse, and their tangents."""
+    mask, logits = _mask_and_logits(options, inputs, None)
+    tangents = inputs.dq, inputs.dk, inputs.dv, inputs.dsink
+    return engine.jvp(inputs.q, inputs.k, inputs.v, tangents, mask, options.scale, options.precision, plans, logits)
+
+
+def _fake_dual(inputs: DualInputs, options: FlashOptions) -> Tensors:
+    out, lse, _ = _fake(FlashInputs(*inputs[:7]), options)
+    return out, lse, torch.empty_like(out), torch.empty_like(lse)
+
+
+def _dual_flops(inputs: DualInputs, options: FlashOptions) -> int:
+    """Returns the operations of two products as in `_flops`, and of one or two for each tangent."""
+    q, k, v = inputs[:3]
+    pairs = count_attention_pairs(q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    of_logits = (inputs.dq is not None) + (inputs.dk is not None)
+    of_values = (of_logits > 0) + (inputs.dv is not None)
+    return 2 * pairs * int(q.shape[2] * ((1 + of_logits) * q.shape[3] + (1 + of_values) * v.shape[3]))
+
+
+OPERATOR_DUAL = CustomOperator(
+    name="flash_attention_jvp",
+    tensors=f"Tensor q, Tensor k, Tensor v, {_BOUNDS}, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dsink",
+    options=_OPTIONS,
+    num_results=4,
+    inputs_type=DualInputs,
+    options_type=FlashOptions,
+    forward=_forward_dual,
+    fake=_fake_dual,
+    flops=_dual_flops,
+    why_no_gradient="tangents that flash_attention's kernels compute in forward mode have no gradient; "
+    'call with backend="torch" for one',
 )
 
 OPERATOR_INTO = CustomOperator(

@@ -20,6 +20,9 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
 
+Tangents: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Tangents of q, k, v and the sink, each None for zero."""
+
 COUNTERS = Buffer.rows((2,), torch.int32)
 """Counters of the tiles that programs take on Hopper: two for kernels of the backward, the first for a forward."""
 
@@ -144,6 +147,30 @@ class MaskedForward(NamedTuple):
     ) -> None:
         q, k, v, mask, sink, _ = inputs
         self.launch(q, k, v, out, lse, statistics, sink, mask.seqused_k, *masking.rows)
+
+
+class JvpForward(NamedTuple):
+    """The Triton kernel for forward mode: attention and lse, with their tangents."""
+
+    launch: Launch
+
+    def __call__(self, inputs: ForwardInputs, tangents: Tangents, results: Tensors) -> None:
+        q, k, v, mask, sink, _ = inputs
+        dq, dk, dv, dsink = tangents
+        out, lse, dout, dlse = results
+        bounds = mask.cu_seqlens_q, mask.cu_seqlens_k, mask.seqused_k
+        self.launch(q, k, v, dq, dk, dv, out, lse, dout, dlse, sink, dsink, *bounds)
+
+
+class NothingJvp(NamedTuple):
+    """Nothing attends, or is attended to: the tangent of the output is 0, and that of lse is the sink's."""
+
+    def __call__(self, inputs: ForwardInputs, tangents: Tangents, results: Tensors) -> None:
+        out, lse, dout, dlse = results
+        NothingForward()(inputs, out, lse, lse.new_empty((2, *lse.shape)))
+        dout.zero_(), dlse.zero_()
+        if tangents[3] is not None:
+            dlse.copy_(tangents[3][:, None]).masked_fill_(lse == -torch.inf, 0.0)
 
 
 class DecodeForward(NamedTuple):

@@ -39,7 +39,7 @@ def _differentiate(inputs: LinearInputs, tangents: Any, offset: int, options: Li
     return total.to(inputs.q.dtype), functools.reduce(torch.add, states) if states else torch.zeros_like(state)
 
 
-def _find_forward_obstacle(options: LinearOptions, given: Sequence[bool]) -> str | None:
+def _find_obstacle(_: LinearInputs, options: LinearOptions, given: Sequence[bool]) -> str | None:
     of: Any = LinearInputs(*given)  # type: ignore[arg-type]
     if of.theta or of.decay:
         return "the kernels differentiate neither by frequencies nor by decays"
@@ -48,4 +48,4 @@ def _find_forward_obstacle(options: LinearOptions, given: Sequence[bool]) -> str
     return None
 
 
-TANGENT = Tangent(_differentiate, _find_forward_obstacle)
+TANGENT = Tangent(_differentiate, _find_obstacle)

@@ -30,7 +30,7 @@ def _differentiate(inputs: LrpeInputs, tangents: Any, offset: int, options: Lrpe
             out: Tensor = apply_registered(OPERATOR, inputs._replace(x=active, theta=theta), offset, linear)[0]
             return out.to(x.dtype)
 
-        return differentiate_forward(encode_active, (x, inputs.theta), (dx, dtheta))  # type: ignore[return-value]
+        return differentiate_forward(encode_active, (x, inputs.theta), (dx, dtheta))[1]  # type: ignore[return-value]
 
     def encode(x: Tensor) -> Tensor:
         out: Tensor = apply_registered(OPERATOR, inputs._replace(x=x), offset, options)[0]

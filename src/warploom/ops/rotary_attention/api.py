@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from warploom.ops.flash_attention.operator import OPERATOR as ATTENTION
+from warploom.ops.flash_attention.tangent import attend_dual
 from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.operator import OPERATOR as LRPE
@@ -41,19 +42,17 @@ def _check(name: str, inputs: RotaryInputs, options: RotaryOptions, _: int) -> V
     return ValidatedCall(options)
 
 
-def _differentiate(
-    inputs: RotaryInputs, tangents: RotaryInputs, _: int, options: RotaryOptions
-) -> tuple[Tensor, ...]:
+def _differentiate(inputs: RotaryInputs, tangents: Any, _: int, options: RotaryOptions) -> Sequence[Tensor]:
     """Returns the tangent of attention, by those of its two operators."""
 
-    def attend(qkv: Tensor, theta: Tensor) -> Tensor:
+    def form(qkv: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
         qk, v = split_values(qkv, options.heads)
         rotated = apply_registered(LRPE, LrpeInputs(qk, theta), 0, LrpeOptions(kind=options.kind))[0]
-        formed = FlashInputs(*split_keys(rotated, options.heads), v)
-        out: Tensor = apply_registered(ATTENTION, formed, 0, FlashOptions(None, 0, options.scale, None))[0]
-        return out
+        return *split_keys(rotated, options.heads), v
 
-    return differentiate_forward(attend, inputs, tangents)
+    formed, dformed = differentiate_forward(form, inputs, tangents)
+    of_attention = FlashOptions(None, 0, options.scale, None)
+    return attend_dual(FlashInputs(*formed), FlashInputs(*dformed), 0, of_attention)[1][:1]
 
 
 def _run_reference(*_: Any) -> Any:

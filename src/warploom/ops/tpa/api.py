@@ -13,6 +13,7 @@ from warploom.ops.tpa import reference
 from warploom.ops.tpa.attention.operator import OPERATOR as ATTENTION
 from warploom.ops.tpa.call import AttentionInputs, AttentionOptions, DecodeInputs, DecodeOptions
 from warploom.ops.tpa.decode.operator import OPERATOR as DECODE
+from warploom.ops.tpa.tangent import TANGENT
 from warploom.ops.tpa.validation import (
     Strategy,
     check_attention,
@@ -238,7 +239,13 @@ def _axes(of_lengths: str, inputs: AttentionInputs | DecodeInputs, options: tupl
 
 
 _attention = Function(
-    "tpa_attention", check_attention, _attention_in_torch, ATTENTION, functools.partial(_axes, ""), check_values
+    "tpa_attention",
+    check_attention,
+    _attention_in_torch,
+    ATTENTION,
+    functools.partial(_axes, ""),
+    check_values,
+    TANGENT,
 )
 _decode = Function(
     "tpa_decode", check_decode, _decode_in_torch, DECODE, functools.partial(_axes, "b"), check_cache_values
