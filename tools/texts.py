@@ -243,6 +243,7 @@ TITLES = {
     "attention_masks": "Attention with masks",
     "attention_biases": "Attention with biases",
     "attention_trees": "Attention of proposed tokens",
+    "attention_jvp": "Attention, forward mode",
     "linear_attention": "Linear attention",
     "tpa_attention": "Tensor-product attention",
     "tpa_decode": "Tensor-product attention, decoding",

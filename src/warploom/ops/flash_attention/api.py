@@ -147,7 +147,8 @@ def flash_attention(
             in one call. Single tokens take longer then. The kernels alone promise this.
         out: ``(B, N, Hq, E)`` in the dtype of ``q``, any strides: where the result is written, which is returned.
             It shares no memory with other arguments, and nothing has a gradient.
-        return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable.
+        return_lse: Also return the logarithm of the sum of exponentials of every row; it is differentiable, in
+            forward mode too.
         backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
 
     Returns:

@@ -444,6 +444,51 @@ def _serving_traffic(case: Case, mode: str) -> Traffic:
     return Traffic.of_bytes((2 * keys + queries) * row, queries * row, 4 * case["head_dim"] * pairs * case["heads"])
 
 
+def _make_tangents(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Returns the inputs of a case in forward mode: none wants a gradient, and each has a tangent."""
+    inputs = make_inputs(case, device, generator)
+    factors = {name: inputs[name].detach() for name in ("q", "k", "v")}
+    drawn = {f"d{name}": normal(tuple(x.shape), x.dtype, device, generator) for name, x in factors.items()}
+    return inputs | factors | drawn
+
+
+def _jvp_with_lse(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
+    attend = functools.partial(flash_attention, return_lse=True, **options)
+    return peers.differentiate_forward(attend)(q, k, v, dq, dk, dv)
+
+
+def _define_jvp(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
+    attend = functools.partial(reference.flash_attention, return_lse=True, **options)
+    return peers.differentiate_forward(attend)(q, k, v, dq, dk, dv)
+
+
+def _jvp_warploom(case: Case) -> Provider:
+    need_cuda("the Triton kernels")
+    return functools.partial(_jvp_with_lse, backend="triton")
+
+
+def _jvp(device: str) -> list[Case]:
+    """Returns cases in forward mode."""
+    if device != "cuda":
+        return [_ON_CPU | {"n": n} for n in (128, 256)]
+    return [
+        _training_case(batch, 16, 16, head_dim, n, causal)
+        for head_dim in (64, 128)
+        for causal in (True, False)
+        for batch, n in ((8, 1024), (4, 4096), (1, 8192), (4, 8192))
+    ]
+
+
+def _quick_jvp(device: str) -> list[Case]:
+    return [_ON_CPU | {"n": 256}] if device != "cuda" else [_training_case(1, 16, 16, 128, 8192, True)]
+
+
+def _jvp_traffic(case: Case, mode: str) -> Traffic:
+    """Returns the operations of six products: q kᵀ, its two tangents, and the sums with v and with its tangent."""
+    forward = traffic(case, "fwd")
+    return Traffic(2, 1, 2 * forward.stream_bytes, 3 * forward.flops)
+
+
 def visible_pairs(case: Case) -> int:
     """Returns the number of pairs of a query and a key that it sees, of one head."""
     if "packing" in case:
@@ -629,5 +674,18 @@ BENCHES = (
         x="m",
         modes=("fwd",),
         budgets=peers.BUDGETS,
+    ),
+    Bench(
+        name="attention-jvp",
+        operator=dataclasses.replace(
+            OPERATOR, function=_jvp_with_lse, reference=_define_jvp, make_inputs=_make_tangents
+        ),
+        suites={"quick": _quick_jvp, "published": _jvp},
+        providers={"warploom": _jvp_warploom, **peers.FORWARD_MODE},
+        precompiled=("torch",),
+        quick=("warploom", "torch"),
+        traffic=_jvp_traffic,
+        title="Attention and lse in forward mode",
+        modes=("fwd",),
     ),
 )

@@ -186,6 +186,44 @@ def _need_no_options(case: Case, but: Sequence[str] = ()) -> None:
         raise Unsupported(f"it has no {' and no '.join(options)}")
 
 
+def differentiate_forward(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of q, k, v and their tangents: attention, lse, and their tangents."""
+
+    def differentiated(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+        primals, tangents, *_ = torch.func.jvp(attend, (q, k, v), (dq, dk, dv))
+        return *primals, *tangents
+
+    return differentiated
+
+
+def _math_in_forward_mode(compiled: bool, case: Case) -> Provider:
+    """Returns attention as PyTorch computes it in forward mode, by products and softmax, with lse."""
+    _need_no_options(case)
+    group = case["heads"] // case.get("key_heads", case["heads"])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        logits = (q @ k.transpose(2, 3)).float() * q.shape[3] ** -0.5
+        if causal:
+            hidden = torch.ones(logits.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+            logits = logits.masked_fill(hidden, -torch.inf)
+        lse = logits.logsumexp(-1)
+        return ((logits - lse[..., None]).exp().to(v.dtype) @ v).transpose(1, 2), lse
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, causal: bool = False) -> Any:
+        return differentiate_forward(functools.partial(attend, causal=causal))(q, k, v, dq, dk, dv)
+
+    return compile_at_best(run) if compiled else run
+
+
+FORWARD_MODE: dict[str, Callable[[Case], Provider]] = {
+    "torch": functools.partial(_math_in_forward_mode, False),
+    "torch_compile": functools.partial(_math_in_forward_mode, True),
+}
+"""Peers in forward mode."""
+
+
 def _flex_attention(case: Case) -> Provider:
     """Returns FlexAttention, compiled for the case, with a block mask made once, outside the timing."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

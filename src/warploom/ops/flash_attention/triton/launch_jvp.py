@@ -9,19 +9,19 @@ from warploom.ops.flash_attention.problem import Call
 from warploom.ops.flash_attention.triton.config import WIDTHS, Configuration
 from warploom.ops.flash_attention.triton.jvp import jvp_kernel
 from warploom.ops.flash_attention.triton.launch import SHORT, Grid, arguments_of
-from warploom.ops.flash_attention.triton.launch_masked import product_of as masked_product_of
+from warploom.ops.flash_attention.triton.launch_masked import product_of
 from warploom.ops.flash_attention.triton.tiles import ForwardStrides
 from warploom.runtime.launch import Launch, architecture, multiprocessors
 from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
 
-_TILES = {
-    "sm_90": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+_TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "sm_90": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 8, 1)),
     "16-bit": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
-    "float32": ((32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 8, 1)),
+    "float32": ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
 }
-"""``block_m, block_n, warps, stages`` for each of `WIDTHS`."""
+"""``block_m, block_n, warps, stages`` for each of `WIDTHS`. Of wider rows two sums do not fit in registers."""
 
 
 def _grid_of(call: Call, tiles: Configuration) -> Grid:
@@ -48,5 +48,5 @@ def plan_jvp(call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch
             *("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
         ),
         strides=ForwardStrides(*layout.strides),
-        **arguments_of(call, grid, layout, masked_product_of(call), call.shape.group),
+        **arguments_of(call, grid, layout, product_of(call), call.shape.group),
     )
