@@ -96,6 +96,10 @@ found = {
     "model": step("warploom+compile"), "model_fwd": step("warploom", "fwd"), "sdpa": step("sdpa"),
     "llama": step("llama+graphs"),
 }
+delta = benches()["delta-attention"]
+shape = {"batch": 1, "n": 64, "heads": 2, "key_heads": 1, "head_dim": 64, "dtype": "bfloat16", "decay": "head"}
+for name in ("warploom", "warploom_linear", "warploom_softmax", "softmax_sdpa_flash"):
+    found[f"delta {name}"] = fingerprint(delta, shape, name, "bwd", H200)
 empty = torch.empty_strided
 torch.empty_strided = lambda *sizes, **named: empty(*sizes, **named).fill_(7)  # no decay, and no bound of sequences
 case = {"batch": 1, "n": 64, "heads": 1, "head_dim": 64, "dtype": "bfloat16", "encoding": "none", "theta": "vector"}
@@ -128,8 +132,14 @@ def test_what_tensors_hold_is_not_looked_at(planned: dict[str, Any]) -> None:
     assert planned["any values"].startswith("sm_90/132/")
 
 
+def test_other_functions_of_a_bench_have_their_own(planned: dict[str, Any]) -> None:
+    found = {planned[f"delta {name}"] for name in ("warploom", "warploom_linear", "warploom_softmax")}
+    assert len(found) == 3
+    assert all(each.startswith("sm_90/132/") for each in found)
+
+
 def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None:
-    for name in ("torch", "CPU", "other", "llama"):
+    for name in ("delta softmax_sdpa_flash", "torch", "CPU", "other", "llama"):
         assert planned[name] == ""
 
 

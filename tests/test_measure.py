@@ -244,7 +244,7 @@ PEERS = {
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
     "linear-attention": {"torch", "torch_compile", "fla", "softmax_sdpa_flash"},
     "linear-attention-decode": {"torch", "torch_compile", "fla"},
-    "delta-attention": {"torch", "torch_compile", "fla"},
+    "delta-attention": {"torch", "torch_compile", "fla", "flash_qla", "softmax_sdpa_flash"},
     "delta-attention-decode": {"torch", "torch_compile"},
     "short-convolution": {"torch", "torch_compile", "causal_conv1d", "fla"},
     "short-convolution-decode": {"torch", "torch_compile", "causal_conv1d", "fla"},
@@ -280,6 +280,7 @@ PEERS_ON_A_CPU = {
     "tpa-decode": ["torch_naive", "torch", "sdpa_gqa", "sdpa_mha"],
     "tpa-attention": ["torch_naive"],  # which forms factors, and calls PyTorch's own attention
     "linear-attention": ["torch", "softmax_sdpa_flash"],
+    "delta-attention": ["torch", "softmax_sdpa_flash"],
 }
 
 

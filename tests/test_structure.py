@@ -23,7 +23,7 @@ OPERATOR_FILES = ("README.md", "api.py", "bench.py", "reference.py", "validation
 COMPOSED = PACKAGE / "ops" / "rotary_attention"  # of the launches of two other operators
 BUILT_ON = {
     "append_kv": ("lrpe",),
-    "delta_attention": ("lrpe",),
+    "delta_attention": ("lrpe", "flash_attention", "linear_attention"),
     "linear_attention": ("lrpe", "flash_attention"),
     "tpa": ("flash_attention",),
 }

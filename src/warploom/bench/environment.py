@@ -31,7 +31,8 @@ COMMIT = "WARPLOOM_COMMIT"
 
 PACKAGES = (
     "causal-conv1d", "fla-core", "flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention",
-    "flashinfer-python", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "transformers",
+    "flash-qla", "flashinfer-python", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "tilelang",
+    "transformers",
 )  # fmt: skip
 """Distributions whose kernels are measured beside ours, or that theirs are compiled with."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from warploom.ops.spec import Bench, Case, Inputs, Unsupported
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Unsupported
 from warploom.runtime.backend import HAS_TRITON
 
 LIMIT = "limit"
@@ -70,9 +70,10 @@ def _launch(bench: Bench, case: Case, provider: str, mode: str, drawn: bool = Fa
         bench.launches(case, provider)
         return
     cpu = torch.device("cpu")
-    inputs = bench.operator.make_inputs(case, cpu, torch.Generator()) if drawn else _make_untouched(bench, case)
+    operator = bench.operator_of(provider)
+    inputs = operator.make_inputs(case, cpu, torch.Generator()) if drawn else _make_untouched(operator, case)
     with torch.set_grad_enabled("bwd" in mode):
-        results = bench.providers[provider](case)(**inputs)
+        results = bench.every_provider[provider](case)(**inputs)
     results = results if isinstance(results, tuple) else (results,)
     if outputs := [result for result in results if result.requires_grad]:
         wanted = [value for value in inputs.values() if getattr(value, "requires_grad", False)]
@@ -140,7 +141,7 @@ def _of_builder(builder: Any) -> str:
         return ""
 
 
-def _make_untouched(bench: Bench, case: Case) -> Inputs:
+def _make_untouched(operator: Operator, case: Case) -> Inputs:
     """Returns the inputs of a case with undefined values: planning reads none of them."""
 
     def allocate(value: Any) -> Any:
@@ -152,7 +153,7 @@ def _make_untouched(bench: Bench, case: Case) -> Inputs:
         return like.requires_grad_(value.requires_grad)
 
     with _fake():
-        inputs = bench.operator.make_inputs(case, torch.device("cpu"), torch.Generator())
+        inputs = operator.make_inputs(case, torch.device("cpu"), torch.Generator())
     return {name: allocate(value) for name, value in inputs.items()}
 
 

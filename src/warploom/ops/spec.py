@@ -232,8 +232,12 @@ class Bench:
     `fingerprint`."""
 
     def runs_kernels(self, provider: str) -> bool:
-        """Returns True if a provider runs the operator's own kernels."""
+        """Returns True if a provider runs kernels of ours."""
         return provider.startswith(KERNELS)
+
+    def operator_of(self, provider: str) -> Operator:
+        """Returns the operator that a provider runs: the bench's, or another function."""
+        return next((other.operator for other in self.others if provider in other.providers), self.operator)
 
     @property
     def record_name(self) -> str:

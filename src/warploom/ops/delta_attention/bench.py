@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,10 @@ import torch
 from warploom.ops.delta_attention import peers, reference
 from warploom.ops.delta_attention.api import delta_attention
 from warploom.ops.delta_attention.peers import Provider
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+from warploom.ops.flash_attention import bench as flash_attention
+from warploom.ops.flash_attention import peers as softmax_peers
+from warploom.ops.linear_attention import bench as linear_attention
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Other, Traffic, need_cuda, normal, on_gpus
 
 Tensor = torch.Tensor
 
@@ -175,14 +180,37 @@ def _quick(device: str) -> list[Case]:
     return [_case(1, 8192, 16, 32, "head")]
 
 
+GATED_HEADS = ((16, 64), (16, 48), (16, 32), (16, 16), (8, 32), (8, 24), (4, 16), (2, 8))
+"""Heads of keys and of values in the tables of FlashQLA and FlashInfer: models of Qwen3.5, whole and divided."""
+GATED_LENGTHS = ((16384,), (2048,), (8192,) * 4, (28672, 4096))
+"""Lengths of sequences in these tables, each with the first and the third of the heads, beside two with all."""
+KIMI = ((2048, 12, 1), (2048, 16, 1), (4096, 8, 1), (4096, 12, 1), (8192, 12, 4), (8192, 16, 1), (1024, 4, 1),
+        (3072, 10, 1), (8192, 24, 1), (16384, 16, 8))  # fmt: skip
+"""Tokens, heads and packed sequences in the tables of cuDNN."""
+
+
+def _packed(lengths: tuple[int, ...], key_heads: int, heads: int, decay: str) -> Case:
+    """Returns a case of packed sequences, or of one."""
+    case = _case(1, sum(lengths), key_heads, heads, decay)
+    return case if len(lengths) == 1 else {**case, "cu_seqlens": [0, *itertools.accumulate(lengths)]}
+
+
+def _gated(device: str) -> list[Case]:
+    """Returns cases of Gated DeltaNet."""
+    cases = [_case(1, n, *heads, "head") for n in (32768, 8192) for heads in GATED_HEADS]
+    return cases + [_packed(each, *heads, "head") for each in GATED_LENGTHS for heads in GATED_HEADS[:3:2]]
+
+
+def _kimi(device: str) -> list[Case]:
+    """Returns cases of Kimi Delta Attention."""
+    return [_packed((tokens // count,) * count, heads, heads, "feature") for tokens, heads, count in KIMI]
+
+
 def _published(device: str) -> list[Case]:
-    """Returns the shapes of the tables of FlashQLA and FlashInfer (Gated DeltaNet) and of cuDNN (KDA)."""
+    """Returns shapes of the tables of FlashQLA and FlashInfer, all of cuDNN's, and one of DeltaNet."""
     if device != "cuda":
         return _quick(device)
-    gated = [(1, 32768, 16, 64), (1, 32768, 16, 32), (1, 8192, 16, 32), (2, 4096, 16, 16), (2, 16384, 16, 16)]
-    cases = [_case(b, n, hk, h, "head") for b, n, hk, h in gated]
-    cases += [_case(b, n, h, h, "feature") for b, n, h in ((1, 8192, 32), (2, 4096, 16), (1, 32768, 16))]
-    return [*cases, _case(1, 8192, 16, 16, None), _case(1, 32768, 4, 4, "head")]
+    return [*_gated(device), *_kimi(device), _case(1, 8192, 16, 16, None)]
 
 
 def _decode(device: str) -> list[Case]:
@@ -213,14 +241,72 @@ def traffic(case: Case, mode: str) -> Traffic:
     return forward if mode == "fwd" else backward
 
 
+def _linear_case(case: Case) -> Case:
+    """Returns the case of linear attention of the same shape, with a decay for every token if there are decays."""
+    more = {name: case[name] for name in ("cu_seqlens",) if name in case}
+    return {**_shape(case), **more, **({"decay": "token"} if "decay" in case else {})}
+
+
+def _softmax_case(case: Case) -> Case:
+    """Returns the case of causal softmax attention of the same shape."""
+    more = {"cu_seqlens_q": case["cu_seqlens"]} if "cu_seqlens" in case else {}
+    return {**_shape(case), **more, "causal": True}
+
+
+def _shape(case: Case) -> dict[str, Any]:
+    return {name: case[name] for name in ("batch", "n", "heads", "head_dim", "dtype")}
+
+
+def _other(
+    operator: Operator, convert: Callable[[Case], Case], make: Callable[..., Inputs],
+    count: Callable[[Case, str], Traffic], providers: dict[str, Callable[[Case], Provider]],
+) -> Other:  # fmt: skip
+    """Returns another function, whose case ``convert`` makes of one of ours."""
+    return Other(
+        operator=replace(operator, make_inputs=lambda case, *where: make(convert(case), *where)),
+        providers=providers,
+        traffic=lambda case, mode: count(convert(case), mode),
+    )
+
+
+def _ours(function: Callable[..., Any], **options: Any) -> Callable[[Case], Provider]:
+    def build(case: Case) -> Provider:
+        need_cuda()
+        return functools.partial(function, **options, backend="triton")
+
+    return build
+
+
+_OTHERS = (
+    _other(
+        linear_attention.OPERATOR, _linear_case, linear_attention.make_inputs, linear_attention.traffic,
+        {"warploom_linear": _ours(linear_attention.OPERATOR.function)},
+    ),
+    _other(
+        flash_attention.OPERATOR, _softmax_case, flash_attention.make_inputs, flash_attention.traffic,
+        {"warploom_softmax": _ours(flash_attention.OPERATOR.function)},
+    ),
+    _other(
+        flash_attention.OPERATOR, _softmax_case, flash_attention.make_inputs, flash_attention.traffic,
+        {"softmax_sdpa_flash": softmax_peers.PROVIDERS["sdpa_flash"]},
+    ),
+)  # fmt: skip
+"""Linear and causal softmax attention of the same shape: what a layer of delta rule attention stands beside."""
+
 BENCHES = (
     Bench(
         name="delta-attention",
         operator=OPERATOR,
-        suites={"quick": _quick, "published": _published},
+        suites={
+            "quick": _quick,
+            "gated": on_gpus(_gated),
+            "kimi": on_gpus(_kimi),
+            "published": _published,
+        },
         providers=_PROVIDERS,
-        precompiled=("torch",),
-        quick=("warploom", "torch"),
+        precompiled=("torch", "softmax_sdpa_flash"),
+        quick=("warploom", "torch", "softmax_sdpa_flash"),
+        others=_OTHERS,
         traffic=traffic,
         title="Delta rule attention",
         modes=("fwd", "bwd", "fwd_bwd"),
