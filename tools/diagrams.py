@@ -5,11 +5,15 @@ They are readable on light and dark pages: the background is the page's, and tex
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
+import torch
+
+from warploom import BlockMask, block_mask
 from warploom.bench.storage import replace_text
 from warploom.report.palette import MUTED
 
@@ -352,6 +356,124 @@ def draw_rounds() -> str:
     return d.render()
 
 
+CELLS = 8
+"""Cells of a tile's picture, to a side."""
+
+
+def _fill(d: Drawing, x: float, y: float, side: float, cells: torch.Tensor, colour: str, opacity: float) -> None:
+    """Fill cells (rows, columns) of a grid that are True, neighbours in a row at once."""
+    runs = []
+    for row, line in enumerate(cells.tolist()):
+        for there, run in itertools.groupby(enumerate(line), key=lambda cell: cell[1]):
+            if there:
+                columns = [column for column, _ in run]
+                runs.append(f"M{x + columns[0] * side:g} {y + row * side:g}h{len(columns) * side:g}v{side:g}")
+                runs[-1] += f"h{-len(columns) * side:g}z"
+    if runs:
+        d.parts.append(f'<path d="{"".join(runs)}" fill="{colour}" fill-opacity="{opacity:g}"/>')
+
+
+def _draw_grid(d: Drawing, x: float, y: float, side: float, rows: int, columns: int) -> None:
+    width, height = columns * side, rows * side
+    lines = [f"M{x + i * side:g} {y:g}v{height:g}" for i in range(columns + 1)]
+    lines += [f"M{x:g} {y + i * side:g}h{width:g}" for i in range(rows + 1)]
+    d.parts.append(f'<path d="{"".join(lines)}" stroke="{MUTED}" stroke-opacity=".35" fill="none"/>')
+
+
+def _draw_tiles(d: Drawing, x: float, y: float, side: float, mask: BlockMask) -> None:
+    """Draw the tiles of a mask: those that see all, those that see some with what they see, and no others."""
+    tiles, seen = mask.tiles[0, 0], mask.dense()[0, 0].float()
+    some = tiles >= 0
+    cells = torch.nn.functional.avg_pool2d(seen[None], 128 // CELLS)[0] >= 0.5
+    cells &= some.repeat_interleave(CELLS, 0).repeat_interleave(CELLS, 1)
+    _fill(d, x, y, side, tiles == -1, BLUE, 0.55)
+    _fill(d, x, y, side, some, ORANGE, 0.15)
+    _fill(d, x, y, side / CELLS, cells, ORANGE, 0.65)
+    _draw_grid(d, x, y, side, *tiles.shape)
+
+
+def draw_masks() -> str:
+    """Masks of 1024 tokens by tiles, and a tree of proposed tokens by tokens."""
+    d = Drawing(
+        720, 596, "Masks by tiles of 128 queries and keys: documents, a prefix, a window with global tokens, …"
+    )
+    d.words(
+        0,
+        16,
+        "Queries downwards, keys to the right. Blue: seen, no bits are read. Orange: bits. Empty: skipped.",
+    )
+    document = (torch.arange(1024)[:, None] >= torch.tensor([400, 560, 900])).sum(1)
+    block = torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.3
+    masks: dict[str, Callable[..., torch.Tensor]] = {
+        "causal": lambda b, h, i, j: j <= i,
+        "documents, causal": lambda b, h, i, j: (document[i] == document[j]) & (j <= i),
+        "prefix of 300": lambda b, h, i, j: (j <= i) | (j < 300),
+        "window of 200, 32 global": lambda b, h, i, j: (j <= i) & ((i - j < 200) | (j < 32)),
+        "random blocks": lambda b, h, i, j: block[i // 128, j // 128] | (i // 128 == j // 128),
+    }
+    side = 27.5
+    for index, (name, function) in enumerate(masks.items()):
+        x, y = index % 3 * 250, 56 + index // 3 * 280
+        mask = block_mask(function, N=1024, M=1024)
+        d.words(x, y - 8, name, bold=True)
+        _draw_tiles(d, x, y, side, mask)
+        whole, some = int((mask.tiles == -1).sum()), int((mask.tiles >= 0).sum())
+        d.words(x, y + 8 * side + 16, f"{whole} tiles see all, {some} some, {64 - whole - some} none", points=12)
+    parents, cache = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 6, 6, 9], 9
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for token, parent in enumerate(parents[1:], 1):
+        seen[token] |= seen[parent]
+    x, y, side = 500, 336, 220 / (cache + len(parents))
+    d.words(x, y - 8, "a tree behind a cache", bold=True)
+    _fill(d, x, y, side, torch.ones(len(parents), cache, dtype=torch.bool), BLUE, 0.55)
+    _fill(d, x + cache * side, y, side, seen, ORANGE, 0.8)
+    _draw_grid(d, x, y, side, len(parents), cache + len(parents))
+    lines = (
+        "12 proposed tokens, a cell each: all see",
+        "the cache (blue) and their own path",
+        "from the root (orange)",
+    )
+    for line, text in enumerate(lines):
+        d.words(x, y + 12 * side + 17 + 16 * line, text, points=12)
+    return d.render()
+
+
+LEVELS = 10
+"""Shades of a colour."""
+
+
+def draw_biases() -> str:
+    """Numbers that are added to the logits of one head: slopes, and a bias by the bucket of the distance."""
+    d = Drawing(
+        720, 300, "Biases of one head: ALiBi falls with the distance, T5's is learned for buckets of distances"
+    )
+    n, side = 32, 7
+    distance = torch.arange(n) - torch.arange(n)[:, None]
+    causal, all_seen = distance <= 0, torch.ones(n, n, dtype=torch.bool)
+    learned = torch.randn(12, generator=torch.Generator().manual_seed(5))
+    bucket = distance.abs().clamp(min=1).log2().ceil().int() + 6 * (distance > 0)
+    keys = learned[torch.arange(n) % 11].expand(n, n)
+    for x, title, more, numbers, seen in (
+        (0, "alibi, causal", "−slope · distance: far keys count less", distance * 0.1, causal),
+        (250, "bias by buckets, as in T5", "a learned number for each bucket", learned[bucket], all_seen),
+        (500, "bias of keys", "a number of each key, for all queries", keys, all_seen),
+    ):
+        d.words(x, 16, title, bold=True)
+        levels = (numbers / numbers.abs().max() * LEVELS).round()
+        for level in range(-LEVELS, LEVELS + 1):
+            colour = BLUE if level > 0 else ORANGE
+            _fill(d, x, 28, side, (levels == level) & seen, colour, 0.05 + 0.08 * abs(level))
+        _draw_grid(d, x, 28, n * side, 1, 1)
+        d.words(x, 28 + n * side + 17, more, points=12)
+    d.words(
+        0,
+        292,
+        "Blue is added, orange taken away; hidden keys are empty. Queries downwards, keys to the right.",
+        points=12,
+    )
+    return d.render()
+
+
 DIAGRAMS: Mapping[str, Callable[[], str]] = {
     "architecture": draw_architecture,
     "hopper_forward": draw_hopper_forward,
@@ -361,6 +483,8 @@ DIAGRAMS: Mapping[str, Callable[[], str]] = {
     "tpa_factors": draw_factors,
     "context_parallel_layouts": draw_layouts,
     "softmax_sequence_rounds": draw_rounds,
+    "masks": draw_masks,
+    "biases": draw_biases,
 }
 
 
