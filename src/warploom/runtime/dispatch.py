@@ -37,6 +37,7 @@ from warploom.runtime.modes import (
     count_flops,
     has_tangent,
     is_differentiated,
+    is_forward_mode,
     is_plain_backward,
     is_plain_eager,
     is_watched,
@@ -189,7 +190,7 @@ class Function:
         validated = self.check(self.name, tensors, as_python(options), number)
         sharded = self.axes is not None and is_sharded(tensors)
         unsupported = validated.unsupported
-        forward_mode = not _is_traced_by_dynamo() and forward_ad._current_level >= 0
+        forward_mode = is_forward_mode()
         if unsupported is None and forward_mode:
             unsupported = self._find_forward_obstacle(tensors, validated)
         on_kernels = not sharded and use_triton(self.name, backend, given[0], unsupported)

@@ -93,6 +93,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
+def is_forward_mode() -> bool:
+    """Returns True if eager tensors may have tangents; what compiled code enters is not seen here."""
+    return not _is_traced_by_dynamo() and forward_ad._current_level >= 0
+
+
 def has_tangent(argument: object) -> bool:
     """Returns True if an argument is a tensor with a tangent of forward mode, or may be one, as in ``vmap``."""
     if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():

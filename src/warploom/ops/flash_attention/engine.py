@@ -221,6 +221,8 @@ def jvp(
     plans: Plans, logits: Logits = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns attention and lse as `forward` does, and their tangents, given those of q, k, v and the sink."""
+    if scale == 0.0:  # logits do not change
+        tangents = (None, None, *tangents[2:])
     (q, dq), (k, dk), (v, dv) = (_with_equal_strides(x, dx) for x, dx in zip((q, k, v), tangents))
     given = (dq, dk, dv, tangents[3])
     precision = precision_of(q, precision)

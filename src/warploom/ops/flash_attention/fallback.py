@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from warploom.errors import BackendWarning, warn
 from warploom.ops.flash_attention import reference
 from warploom.ops.flash_attention.validation import NAME, FlashInputs, FlashOptions, MaskedInputs
-from warploom.runtime.modes import is_plain_eager, read_bounds
+from warploom.runtime.modes import is_forward_mode, is_plain_eager, read_bounds
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, ...]
@@ -36,7 +36,7 @@ def obstacle(inputs: FlashInputs, options: FlashOptions) -> str | None:
     """Returns why PyTorch's own attention does not compute a call, or None."""
     q, k, has_sink = inputs.q, inputs.k, inputs.sink is not None
     if not is_plain_eager(*(x for x in inputs._replace(sink=None) if x is not None)):
-        return "is for plain eager calls"
+        return "has no forward mode" if is_forward_mode() else "is for plain eager calls"
     for option, there in (("sinks", has_sink), ("a cap", options.softcap is not None)):
         if there:
             return f"does not have {option}"

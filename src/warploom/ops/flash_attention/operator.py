@@ -296,7 +296,7 @@ OPERATOR_DUAL = CustomOperator(
     forward=_forward_dual,
     fake=_fake_dual,
     flops=_dual_flops,
-    why_no_gradient="tangents that flash_attention's kernels compute in forward mode have no gradient; "
+    why_no_gradient="tangents of flash_attention, which kernels compute in forward mode, have no gradient; "
     'call with backend="torch" for one',
 )
 
