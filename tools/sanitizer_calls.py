@@ -148,9 +148,15 @@ def _factors(
     return {**factors, "backend": "triton", **options}
 
 
-def _on_cache(n: int, d: int, page: int, pages: int) -> Inputs:
+def _latent(n: int, page: int, pages: int, heads: int) -> Inputs:
+    """Packed queries of two sequences, many and one, on a latent cache in pages."""
+    tensors = _on_cache(n, 576, page, pages, heads, 1)
+    return {**tensors, "v": tensors["k"][..., :512]}
+
+
+def _on_cache(n: int, d: int, page: int, pages: int, heads: int = 8, key_heads: int = 2) -> Inputs:
     """Packed queries of two sequences, many and one, on keys in pages."""
-    rows = {"q": (1, n, 8, d), "k": (pages, page, 2, d), "v": (pages, page, 2, d)}
+    rows = {"q": (1, n, heads, d), "k": (pages, page, key_heads, d), "v": (pages, page, key_heads, d)}
     tensors: Inputs = {name: _random(*shape, dtype=HALF, grad=False) for name, shape in rows.items()}
     tensors["cu_seqlens_q"] = torch.tensor([0, n - 1, n])
     tensors["seqused_k"] = torch.tensor([n, page + 1])
@@ -263,6 +269,7 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 300, "m": 400, "causal": True, "window": (100, None), "softcap": 20.0, "sink": _random(67)}),
         ("flash_attention", flash_attention, "hopper-cache", _on_cache,
          {"n": 300, "d": 128, "page": 128, "pages": 8}),
+        ("flash_attention", flash_attention, "latent", _latent, {"n": 70, "page": 16, "pages": 100, "heads": 16}),
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "masked", _masked, {"n": 140, "m": 270}),

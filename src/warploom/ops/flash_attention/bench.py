@@ -42,7 +42,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     for heads before tokens in memory); ``pattern``, ``bias`` and ``alibi``, see `patterns.add_masks`; ``sink``
     (whether there is one), ``cu_seqlens_q``, ``cu_seqlens_k`` and ``seqused_k`` as lists; with the first and the
     last, or with a ``mix`` (of `peers.MIXES`) in their place, queries are packed on a cache, in random pages if
-    there is a ``page_size``; ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
+    there is a ``page_size``; ``latent`` (whether values are the first features of keys, in their memory, and
+    nothing has a gradient); ``packing`` (of `peers.PACKINGS`); ``cache`` (``lengths`` for entries of m/2 … m keys,
     ``pages`` for these in pages of `PAGE` keys); and ``causal, scale, window, softcap, float32_precision,
     return_lse`` as in the public function.
     """
@@ -66,7 +67,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
             x *= case["size"]
         if case.get("layout") == "bhnd":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
-        inputs[name] = x.requires_grad_(not on_cache)
+        inputs[name] = x.requires_grad_(not on_cache and not case.get("latent"))
+    if case.get("latent"):
+        inputs["v"] = inputs["k"][..., : case["value_dim"]]
     options = ("causal", "scale", "window", "softcap", "float32_precision", "return_lse")
     inputs |= {name: case[name] for name in options if name in case}
     if case.get("sink"):
@@ -118,6 +121,9 @@ def _cache_keys(inputs: Inputs, case: Case, generator: torch.Generator) -> Input
 # Conformance: small, odd, and together touching every feature
 # ----------------------------------------------------------------------------------------------------------
 
+_LATENT: dict[str, Any] = {
+    "head_dim": 576, "value_dim": 512, "key_heads": 1, "latent": True, "dtype": "bfloat16",
+}  # fmt: skip
 _SMALL: dict[str, Any] = {"batch": 2, "n": 19, "heads": 2, "head_dim": 24, "dtype": "float32"}
 _CHECKS: tuple[dict[str, Any], ...] = (
     {},
@@ -186,6 +192,11 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     | {"causal": True, "return_lse": True},
     {"batch": 1, "n": 18, "m": 48, "cu_seqlens_q": [0, 1, 18], "seqused_k": [48, 17], "dtype": "bfloat16"}
     | {"causal": True, "head_dim": 64, "page_size": 8, "sink": True},
+    {"n": 1, "m": 150, "causal": True, "return_lse": True, "heads": 16} | _LATENT,
+    {"n": 3, "m": 40, "causal": True, "heads": 18} | _LATENT,
+    {"batch": 1, "n": 9, "m": 48, "cu_seqlens_q": [0, 1, 8], "seqused_k": [48, 17], "heads": 24, "page_size": 8}
+    | {"causal": True, "sink": True}
+    | _LATENT,
     {"batch": 0},
     {"n": 0},
     {"n": 3, "m": 0, "sink": True, "return_lse": True},
@@ -216,6 +227,7 @@ OPERATOR = Operator(
     spills={
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "decode_kernel": 64,  # float32 with 128 features
+        "latent_kernel": 768,  # 64 rows: outside of the loop, and sums of chunks before; 16 rows spill nothing
         "key_kernel": 376,
         "query_kernel": 224,
         "backward_small_kernel": 64,

@@ -15,7 +15,7 @@ from warploom.device.rows import Strides
 from warploom.ops.flash_attention import variants
 from warploom.ops.flash_attention.hopper import launch as hopper
 from warploom.ops.flash_attention.hopper import launch_varlen as varlen
-from warploom.ops.flash_attention.problem import Call, Masking, Shape
+from warploom.ops.flash_attention.problem import WIDEST, Call, Masking, Shape
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton import launch_decode as decode
 from warploom.ops.flash_attention.triton import launch_jvp, launch_masked
@@ -150,6 +150,12 @@ def _packed_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant
     return variants.PackedCacheForward(many, _plan_decode(call, tensors))
 
 
+def _latent_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
+    if not call.shape.is_latent:
+        return f"DecodeForward: rows of {WIDEST} features at most"
+    return variants.DecodeForward(decode.plan_many(call, call.precision, tensors))
+
+
 def _hopper_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
     if not call.aligned:
         return "HopperCacheForward: an address is no multiple of 16 bytes"
@@ -217,7 +223,7 @@ def plan_jvp(call: Call, tensors: ForwardTensors) -> variants.JvpForward | varia
     return variants.JvpForward(launch_jvp.plan_jvp(call, *tensors))
 
 
-_CACHE_FORWARD = (_hopper_cache_forward, _triton_forward)
+_CACHE_FORWARD = (_latent_cache_forward, _hopper_cache_forward, _triton_forward)
 FORWARD = (_packed_cache_forward, _decode_forward, _hopper_forward, _triton_forward)
 """Makers of variants of a forward, in the order in which they are tried. The last takes every call."""
 

@@ -25,7 +25,16 @@ from warploom.ops.flash_attention.choose import (
 )
 from warploom.ops.flash_attention.hopper.launch import is_fused_faster
 from warploom.ops.flash_attention.hopper.launch_varlen import spread_rows
-from warploom.ops.flash_attention.problem import PLAIN, Call, Logits, Masking, MaskSpec, Shape
+from warploom.ops.flash_attention.problem import (
+    PLAIN,
+    WIDEST,
+    Call,
+    Logits,
+    Masking,
+    MaskSpec,
+    Shape,
+    begins_with,
+)
 from warploom.ops.flash_attention.triton.launch import precision_of
 from warploom.ops.flash_attention.variants import (
     COUNTERS,
@@ -129,10 +138,11 @@ def forward(
     """
     precision = precision_of(q, precision)
     aligned = are_aligned(q, k, v) if out is None else are_aligned(q, k, v, out)
-    key = (precision, aligned, None if out is None else out.stride())
+    shared = q.shape[3] > WIDEST and begins_with(k, v)
+    key = (precision, aligned, None if out is None else out.stride(), shared)
     plan = plans.known.get(key)
     if plan is None:
-        plan = plans.keep(key, plan_forward(q, k, v, mask, scale, precision, aligned, logits, out, chunks))
+        plan = plans.keep(key, plan_forward(q, k, v, mask, scale, precision, aligned, logits, out, chunks, shared))
     if out is None:
         out = plan.out.empty(q)
     lse, statistics = plan.lse.empty(q), plan.statistics.empty(q)
@@ -151,11 +161,13 @@ def plan_forward(
     logits: Logits = PLAIN,
     out: Tensor | None = None,
     chunks: bool = False,
+    shared: bool = False,
 ) -> ForwardPlan:
-    """Returns the plan of `forward`."""
+    """Returns the plan of `forward`; ``shared``: values are the first features of keys, in their memory."""
     call = Call.of(q, k, v, mask, scale, logits.softcap)
     call = call._replace(precision=precision, aligned=aligned, has_sink=logits.sink is not None, chunks=chunks)
     shape = call.shape
+    call = call._replace(shared=shared and shape.block_e == shape.block_d)
     out = layout_of(q, shape.value_dim) if out is None else out
     lse = (shape.batch_size, shape.heads, shape.tokens)
     variant = choose_forward(call, ForwardTensors(q, k, v, out))

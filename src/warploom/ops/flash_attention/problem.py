@@ -14,6 +14,8 @@ HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
 L2_SHARE = 2**25
 """Bytes of keys and values that programs running together may read again and again from the L2 cache."""
 LOG2_E = 1.4426950408889634
+WIDEST = 256
+"""Features of rows that all kernels take."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -92,8 +94,14 @@ class Shape(NamedTuple):
 
     @property
     def block_d(self) -> int:
-        """Features of a tile of queries or keys."""
-        return tile_width(self.head_dim)
+        """Features of a tile of queries or keys; of more than `WIDEST`, those of its first part."""
+        return tile_width(self.head_dim) if self.head_dim <= WIDEST else 1 << (self.head_dim.bit_length() - 1)
+
+    @property
+    def rest_d(self) -> int:
+        """Features of the second part of a tile of queries or keys, where it has two, or 0."""
+        rest = self.head_dim - self.block_d
+        return tile_width(rest) if rest > 0 else 0
 
     @property
     def block_e(self) -> int:
@@ -111,9 +119,19 @@ class Shape(NamedTuple):
         """The wider of both tiles."""
         return max(self.block_d, self.block_e)
 
+    @property
+    def is_latent(self) -> bool:
+        """Returns whether rows are so long that only the kernel for a latent cache takes them."""
+        return max(self.head_dim, self.value_dim) > WIDEST
+
     def empty(self) -> bool:
         """Returns whether there is nothing to attend with or to."""
         return 0 in (self.batch_size, self.tokens, self.keys, self.heads)
+
+
+def begins_with(k: Tensor, v: Tensor) -> bool:
+    """Returns whether values are the first features of keys, in their memory, as those of a latent cache are."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
 def is_plain(shape: Shape, mask: MaskSpec, scale: float) -> bool:
@@ -216,6 +234,7 @@ class Call(NamedTuple):
     has_sink: bool = False
     fused: bool | None = None  # whether one kernel forms all gradients; None: whichever is faster
     chunks: bool = False  # whether a query's bits must not depend on how many others of its sequence there are
+    shared: bool = False  # whether rows are wide, and values the first features of keys, in their memory
 
     @classmethod
     def of(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warploom.ops.flash_attention.operator import OPERATOR_DUAL, DualInputs
-from warploom.ops.flash_attention.validation import FlashInputs, FlashOptions
+from warploom.ops.flash_attention.validation import MAX_FEATURES, FlashInputs, FlashOptions
 from warploom.runtime.dispatch import Tangent, apply_registered
 
 Tensor = torch.Tensor
@@ -31,6 +31,8 @@ def _differentiate(inputs: FlashInputs, tangents: Any, number: int, options: Fla
 def _find_obstacle(inputs: FlashInputs, options: FlashOptions, given: Sequence[bool]) -> str | None:
     if inputs.on_cache or inputs.block_table is not None:
         return "the kernels take no keys in a cache or in pages"
+    if max(inputs.q.shape[-1], inputs.v.shape[-1]) > MAX_FEATURES:
+        return f"the kernels take {MAX_FEATURES} features at most"
     return None
 
 

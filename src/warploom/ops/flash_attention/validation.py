@@ -37,6 +37,7 @@ from warploom.runtime.arguments import (
 from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.layout import warn_of_heads_first
+from warploom.runtime.modes import is_differentiated
 from warploom.runtime.values import check_bounds, check_lengths, check_pages
 
 Tensor = torch.Tensor
@@ -48,6 +49,8 @@ Bits = Literal["batch", "chunks"]
 BITS: tuple[str, ...] = get_args(Bits)
 MAX_FEATURES = 256
 """Features of a query, key or value that the kernels hold on chip at once."""
+MOST_FEATURES, MOST_VALUES = 576, 512
+"""Features of a query or key, and of a value, that the kernel for latent caches takes."""
 FEW_HEADS = 48
 """Heads of keys that few models exceed, and those not in prompts of fewer tokens than a fourth of the heads."""
 MAX_PLACES = 2**31 - 2**10
@@ -194,7 +197,9 @@ def check(name: str, inputs: FlashInputs, options: tuple[Any, ...], _: int) -> V
     settled = FlashOptions(left, right, scale, precision, softcap, bits)
     (batch, tokens, heads, _), (_, keys, key_heads, _) = q.shape, k.shape
     keys *= 1 if block_table is None else block_table.shape[1]
-    limit = beyond_kernels(batch, tokens, keys, heads, key_heads, max(q.shape[-1], v.shape[-1]))
+    features = max(q.shape[-1], v.shape[-1])
+    limit = _beyond_latent(inputs, features) if features > MAX_FEATURES else None
+    limit = limit or beyond_kernels(batch, tokens, keys, heads, key_heads, min(features, MAX_FEATURES))
     return ValidatedCall(settled, limit, _with_both if one else None, 2 if return_lse else 1)
 
 
@@ -259,6 +264,8 @@ def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], numb
             raise fault(ArgumentError, name, "alibi", expected, "a tensor that requires one")
     packed = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
     limit = "packed sequences with a mask, a bias or slopes have no kernels" if packed else None
+    if max(q.shape[-1], inputs.v.shape[-1]) > MAX_FEATURES:
+        limit = f"more than {MAX_FEATURES} features with a mask, a bias or slopes have no kernels"
     return call._replace(unsupported=call.unsupported or limit)
 
 
@@ -299,6 +306,21 @@ def _with_both(*tensors: Any) -> FlashInputs:
 def _with_both_into(*tensors: Any) -> Tensors:
     """Returns what `_with_both` does, and the tensor that results go into behind it."""
     return (*_with_both(*tensors[:-1]), tensors[-1])
+
+
+def _beyond_latent(inputs: FlashInputs, features: int) -> str | None:
+    """Returns why the kernel for latent caches does not take a call with so many features at most, or None."""
+    q, v = inputs.q, inputs.v
+    if q.shape[-1] > MOST_FEATURES or v.shape[-1] > MOST_VALUES:
+        return f"{features} features do not fit in one tile ({MOST_FEATURES} at most, {MOST_VALUES} of values)"
+    limit = None
+    if q.dtype == torch.float32:
+        limit = "of float32"
+    elif not inputs.on_cache and (inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None):
+        limit = "of packed keys"
+    elif any(is_differentiated(x) for x in inputs[:4] if x is not None):
+        limit = "with gradients"
+    return limit and f"{features} features {limit} have no kernels ({MAX_FEATURES} at most)"
 
 
 def beyond_kernels(

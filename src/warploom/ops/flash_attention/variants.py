@@ -216,7 +216,7 @@ class HopperCacheForward(NamedTuple):
 class PackedCacheForward(NamedTuple):
     """Two kernels on packed queries and a cache: one for prompts and chunks, one for few queries."""
 
-    many: TritonForward | HopperCacheForward
+    many: TritonForward | HopperCacheForward | DecodeForward
     few: DecodeForward | SplitDecodeForward
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:

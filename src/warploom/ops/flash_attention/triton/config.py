@@ -82,6 +82,22 @@ more tiles then, which read the same keys from the L2 cache.
 """
 # fmt: on
 
+LATENT_DECODE = {16: (64, 8, 3), 64: (64, 8, 2)}
+"""``block_n, warps, stages`` of the kernel for more than 256 features, by rows of a tile: two tiles of keys fit in
+shared memory. Tiles of 64 rows are for sm_90, whose matrix products read both factors in shared memory: elsewhere
+queries do not fit in registers."""
+LATENT_SCRATCH = 2**11
+"""Bytes of shared memory for weights and maxima of a tile, beside queries and keys."""
+LATENT_CHUNK = 512
+"""Keys of a chunk at least, of more than 256 features: what is stored of it is as long as 28 keys of 16 heads."""
+LATENT_MOST_CHUNKS = 128
+LATENT_SLAB = 128
+"""Features of an output that a program joins."""
+LATENT_FEW = 64
+"""Rows of packed queries with more than 256 features that are few. They may be several tiles."""
+PACKED_ROWS = 16
+"""Rows of a tile of packed queries, about; sequences of more queries are for the other kernels."""
+
 DECODE_PAGE_STAGES = 2
 """More of them where keys lie in pages, which are looked up before."""
 DECODE_CHUNK = 256
@@ -134,6 +150,26 @@ def decode_tiles(arch: int, dtype: torch.dtype, features: int, values: int, rows
         if each == kind and block_m <= most and (tile := tiles[width]) is not None
     ]
     return next((tiles for tiles in fit if rows <= tiles.block_m), fit[-1])
+
+
+def latent_tiles(
+    arch: int, rows: int, query_bytes: int, key_bytes: int, memory: int, in_pages: bool
+) -> Configuration:  # fmt: skip
+    """Returns the tiles of the kernel for more than 256 features.
+
+    Args:
+        arch: Compute capability times ten.
+        rows: Of a head of keys.
+        query_bytes: Of a row of queries.
+        key_bytes: Of a key, and of its value where that is not in its memory.
+        memory: Bytes of shared memory that a program may take.
+        in_pages: Whether keys lie in pages.
+    """
+    block_m = 64 if arch == 90 and rows > 16 else 16
+    block_n, warps, stages = LATENT_DECODE[block_m]
+    while block_n > 16 and block_m * query_bytes + 2 * block_n * key_bytes + LATENT_SCRATCH > memory:
+        block_n //= 2
+    return Configuration(block_m, block_n, warps, stages + (DECODE_PAGE_STAGES if in_pages else 0))
 
 
 def configuration(

@@ -339,21 +339,25 @@ def decode_kernel(
 def combine_chunks_kernel(
     part, part_statistics, out, lse, statistics, sink, cu_seqlens_q,
     lse_rows: LseRows, chunks: tl.int32, out_split: tl.int64, packed: FewQueries,
-    part_strides: Strides, out_strides: Strides, tiles: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    part_strides: Strides, out_strides: Strides, tiles: tl.constexpr, AHEAD: tl.constexpr, SPARSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a row of what `forward.forward_kernel` writes, from what `decode_kernel` stored of all chunks.
+    """Write a slab of a row of what `forward.forward_kernel` writes, from what `decode_kernel` stored of all chunks.
 
     Parts are in float32, with the strides of ``out``. Those of packed queries have ``part_strides``, and rows of
-    sequences with fewer or more are left alone.
+    sequences with fewer or more are left alone. ``SPARSE``: outputs of chunks without keys are not there.
     """
     VEC: tl.constexpr = tiles.VEC
     UNIT: tl.constexpr = tiles.UNIT
     BLOCK_E: tl.constexpr = tiles.BLOCK_F
+    SLABS: tl.constexpr = (tiles.F + BLOCK_E - 1) // BLOCK_E
     rows, tokens, heads = lse_rows.count, lse_rows.tokens, lse_rows.heads
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row = (tl.program_id(0) // SLABS).to(tl.int64) + tl.arange(0, 1)
     in_range = row < rows
     token, head, batch = row % tokens, row // tokens % heads, row // tokens // heads
     feature = tl.arange(0, BLOCK_E)
+    if SLABS > 1:
+        feature += tl.program_id(0) % SLABS * BLOCK_E
     mask = (feature < tiles.F)[None, :]
     place, entry, out_row, out_rows = token, batch, row, rows
     if cu_seqlens_q is not None:
@@ -375,9 +379,13 @@ def combine_chunks_kernel(
                 left = in_range & (chunk + i < some)
                 beside = part_statistics + (chunk + i) * 2 * rows + row
                 tile = part + (chunk + i) * (out_split * VEC) + part_offsets
+                if SPARSE:
+                    maxima += (tl.load(beside, mask=left, other=float("-inf")),)
+                    left = left & (maxima[i] != float("-inf"))
                 accs += (tl.load(tile, mask=mask & left[:, None], other=0.0),)
                 sums += (tl.load(beside + rows, mask=left, other=0.0),)
-                maxima += (tl.load(beside, mask=left, other=float("-inf")),)
+                if not SPARSE:
+                    maxima += (tl.load(beside, mask=left, other=float("-inf")),)
             for i in tl.static_range(AHEAD):
                 softmax = join(softmax, Softmax(accs[i], sums[i], maxima[i]))
         there = in_range & (some > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,19 +17,25 @@ from warploom.ops.flash_attention.triton.config import (
     DECODE_PAGE_STAGES,
     DECODE_PROGRAMS,
     DECODE_START,
+    LATENT_CHUNK,
+    LATENT_FEW,
+    LATENT_MOST_CHUNKS,
+    LATENT_SLAB,
+    PACKED_ROWS,
     Configuration,
     decode_tiles,
+    latent_tiles,
 )
 from warploom.ops.flash_attention.triton.decode import FewQueries, Parts, combine_chunks_kernel, decode_kernel
+from warploom.ops.flash_attention.triton.latent import LatentTiles, latent_kernel
 from warploom.ops.flash_attention.triton.launch import Grid
 from warploom.ops.flash_attention.triton.tiles import ForwardStrides, LseRows, RowTiles
-from warploom.runtime.launch import Launch, architecture
+from warploom.runtime.launch import Launch, architecture, shared_memory
 from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
 
-PACKED_ROWS = 16
-"""Rows of a tile of packed queries, about; sequences of more queries are for the other kernels."""
+TAKES = "q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table", "cu_seqlens_q"
 MOST_TOKENS = 16
 """Queries of a batch entry, at most; tiles of more queries read keys as seldom in the other kernels."""
 
@@ -44,13 +50,13 @@ class SplitPlan(NamedTuple):
 
 
 def suits(call: Call) -> bool:
-    """Returns whether a call has few queries, and every batch entry one sequence."""
-    return call.shape.tokens <= MOST_TOKENS and call.mask.cu_seqlens_q is None
+    """Returns whether a call has few queries, or rows so long that no other kernel takes it, and one sequence each."""
+    return (call.shape.tokens <= MOST_TOKENS or call.shape.is_latent) and call.mask.cu_seqlens_q is None
 
 
-def _beside(tiles: Configuration) -> int:
+def _beside(call: Call, tiles: Configuration) -> int:
     """Returns how many programs a multiprocessor needs, so that one computes while the others wait for memory."""
-    return 1 if tiles.key_tiles > 1 else 2
+    return 1 if tiles.key_tiles > 1 or call.shape.is_latent else 2
 
 
 def _count_keys(call: Call) -> int:
@@ -65,23 +71,29 @@ def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
 
     Never by the size of the batch: results depend on it.
     """
-    wanted = -(-DECODE_PROGRAMS * _beside(tiles) // (call.shape.key_heads * blocks))
-    return max(min(wanted, DECODE_MOST_CHUNKS, _count_keys(call) // DECODE_CHUNK), 1)
+    least, most = DECODE_CHUNK, DECODE_MOST_CHUNKS
+    if call.shape.is_latent:
+        least, most = LATENT_CHUNK, LATENT_MOST_CHUNKS
+    wanted = -(-DECODE_PROGRAMS * _beside(call, tiles) // (call.shape.key_heads * blocks))
+    return max(min(wanted, most, _count_keys(call) // least), 1)
 
 
 def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
     """Returns how many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
 
     Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
+    Of a latent cache 64 rows take one or all: there is no shared memory to store one in the loop.
     """
     at_once, keys = programs_at_once(call.device), -(-_count_keys(call) // chunks)
     if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
         return 1
-    at_once *= _beside(tiles)
+    at_once *= _beside(call, tiles)
 
     def work(taken: int) -> int:
         return -(-loops * -(-chunks // taken) // at_once) * (taken * keys + DECODE_START)
 
+    if call.shape.is_latent and tiles.block_m > 16:
+        return min(chunks, 1, key=work)
     return min(range(chunks, 0, -1), key=work)
 
 
@@ -90,7 +102,19 @@ def few_queries(call: Call) -> int:
 
     None are, where a query's bits must be those of any number.
     """
-    return 0 if call.chunks else max(PACKED_ROWS // call.shape.group, 1)
+    rows = LATENT_FEW if call.shape.is_latent else PACKED_ROWS
+    return 0 if call.chunks else max(rows // call.shape.group, 1)
+
+
+def _tiles_of(call: Call, rows: int) -> Configuration:
+    """Returns the tiles of so many rows of a head of keys."""
+    shape, arch, in_pages = call.shape, architecture(call.device), call.mask.block_table is not None
+    if shape.is_latent:
+        features = shape.block_d + shape.rest_d
+        copied = features if call.shared else features + shape.block_e
+        return latent_tiles(arch, rows, 2 * features, 2 * copied, shared_memory(call.device), in_pages)
+    tiles = decode_tiles(arch, call.dtype, shape.width, shape.block_e, rows)
+    return tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES) if in_pages else tiles
 
 
 def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> SplitPlan:
@@ -109,28 +133,29 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         parts_like = torch.empty((sequences, few, shape.heads, shape.value_dim), device="meta")
     pages = 0 if call.mask.block_table is None else k.shape[0]
     rows = shape.tokens * shape.group
-    tiles = decode_tiles(architecture(call.device), call.dtype, shape.width, shape.block_e, rows)
-    if call.mask.block_table is not None:
-        tiles = tiles._replace(stages=tiles.stages + DECODE_PAGE_STAGES)
+    tiles = _tiles_of(call, rows if packed is None else shape.group)
     blocks = -(-rows // tiles.block_m)
     loops = shape.batch_size * shape.key_heads * blocks
-    chunks = chunks_of(call, tiles, blocks)
+    chunks = chunks_of(call, tiles, blocks if packed is None else -(-shape.group // tiles.block_m))
     taken = chunks_of_program(call, tiles, chunks, loops)
     whole = taken == chunks
     results_like = out if whole else parts_like
     layout = layout_for(Strides, *tensors[:3], results_like)
     grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
     to = layout_for(Strides, *((out,) if packed is None else (out, parts_like)))
+    kernel: Any = decode_kernel
+    choices: dict[str, Any] = {"KEY_TILES": tiles.key_tiles, "ONE_CHUNK": taken == 1 < chunks}
+    if shape.is_latent:
+        kernel, choices = latent_kernel, {"tiles": _latent_choices(call, None), "ONE_CHUNK": taken == 1}
     launch = Launch(
-        decode_kernel,
+        kernel,
         loops * -(-chunks // taken),
-        takes=("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table", "cu_seqlens_q"),
+        takes=TAKES,
         packed=packed,
         parts=Parts(-(-chunks // taken), taken, 0 if whole else parts_like.numel() // layout.vec),
         strides=ForwardStrides(*layout.strides),
-        KEY_TILES=tiles.key_tiles,
-        ONE_CHUNK=taken == 1 < chunks,
         PDL=pdl,
+        **choices,
         **tiling.arguments_of(
             call, grid, layout, tiling.product_of("forward", call, precision), shape.group, pages
         ),
@@ -138,9 +163,10 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     if whole:
         return SplitPlan(launch, None, 1, shape)
     results = shape.batch_size * shape.heads * shape.tokens
+    block_e = min(shape.block_e, LATENT_SLAB) if shape.is_latent else shape.block_e
     combine = Launch(
         combine_chunks_kernel,
-        results,
+        results * -(-shape.value_dim // block_e),
         takes=("part", "part_statistics", "out", "lse", "statistics", "sink", "cu_seqlens_q"),
         pdl=pdl,
         packed=packed,
@@ -149,9 +175,44 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         lse_rows=LseRows(results, shape.tokens, shape.heads),
         chunks=chunks,
         out_split=parts_like.numel() // to.vec,
-        tiles=RowTiles(to.vec, to.unit, shape.value_dim, 1, shape.block_e),
+        tiles=RowTiles(to.vec, to.unit, shape.value_dim, 1, block_e),
         AHEAD=DECODE_AHEAD,
+        SPARSE=shape.is_latent,
         PDL=pdl,
         num_warps=1,
     )
     return SplitPlan(launch, combine, chunks, shape)
+
+
+def _latent_choices(call: Call, tokens: int | None) -> LatentTiles:
+    return LatentTiles(call.shape.rest_d, call.shared, LATENT_CHUNK, tokens)
+
+
+def plan_many(call: Call, precision: str, tensors: tuple[Tensor, ...]) -> Launch:
+    """Returns the launch for packed sequences of more than `few_queries` on a latent cache. Loops are not split."""
+    shape, cu_seqlens, table = call.shape, call.mask.cu_seqlens_q, call.mask.block_table
+    assert cu_seqlens is not None
+    tiles = _tiles_of(call, LATENT_FEW)
+    tokens = max(tiles.block_m // shape.group, 1)
+    blocks = -(-shape.tokens // tokens) + cu_seqlens.shape[0] - 1
+    blocks *= -(-tokens * shape.group // tiles.block_m)
+    layout = layout_for(Strides, *tensors)
+    return Launch(
+        latent_kernel,
+        blocks * shape.key_heads,
+        takes=TAKES,
+        packed=FewQueries(cu_seqlens.stride(0), shape.tokens, few_queries(call)),
+        parts=Parts(1, 1, 0),
+        strides=ForwardStrides(*layout.strides),
+        tiles=_latent_choices(call, tokens),
+        ONE_CHUNK=True,
+        PDL=False,
+        **tiling.arguments_of(
+            call,
+            Grid(tiles, blocks, shape.key_heads, 1, short=True),
+            layout,
+            tiling.product_of("forward", call, precision),
+            shape.group,
+            0 if table is None else tensors[1].shape[0],
+        ),
+    )
