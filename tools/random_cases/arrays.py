@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,8 @@ class Array:
     row_of_nan: bool = False
     """True if one row in the middle, of batch entry and token, holds a NaN."""
     grad: bool = False
+    within: str = ""
+    """The tensor whose first features this one is, in its memory; empty for a memory of its own."""
 
     @property
     def is_floating(self) -> bool:
@@ -115,6 +117,10 @@ class Placed:
     """All of the memory, flat."""
     before: Tensor
     """A copy of the storage as it was."""
+
+    def first_features(self, count: int) -> Placed:
+        """Returns the tensor of so many of its first features, in the same memory."""
+        return replace(self, tensor=self.tensor[..., :count], dense=self.dense[..., :count].clone())
 
     def changed(self) -> Tensor:
         """Returns, as a tensor of one element, if anything in the storage has been written to."""

@@ -394,8 +394,16 @@ def _flash_attention(draft: _Draft) -> None:
     key_heads = draft.heads("Hkv", 8)
     heads = key_heads * draft.groups()
     most = 300 if draft.dtype == "float64" or draft.flag("wide", 0.02, compiled=1) else 256
-    features = draft.features("D", most)
-    values = draft.values(features, 0.7, most)
+    latent = (
+        packed in ("no", "queries on a cache") and "16" in draft.dtype and draft.flag("latent", 0.06, compiled=1)
+    )
+    if latent:  # a cache of more features, whose values are most often in its keys
+        features = draft.number("latent.D", (576, 576, 288, 257, 512, 575), 257, 576, 257, compiled=1)
+        values = draft.number("latent.E", (512, 512, 256, 7, 300), 1, 512, 1, compiled=1)
+        draft.constant = True
+    else:
+        features = draft.features("D", most)
+        values = draft.values(features, 0.7, most)
     elements = batch * max(heads, 1) * max(features, values)
     tokens, keys = draft.lengths(batch, heads, elements, packed in ("queries", "keys", "alike"), 0.4)
     used = on_cache or (packed == "no" and draft.flag("seqused_k", 0.2, compiled=2))
@@ -412,7 +420,10 @@ def _flash_attention(draft: _Draft) -> None:
         table = (entries, -(-keys // page))
         of_keys, keys = (min(math.prod(table), PAGES), page), table[1] * page
     draft.array("k", (*of_keys, key_heads, features), scale=size)
-    draft.array("v", (*of_keys, key_heads, values))
+    if latent and values <= features and draft.flag("latent.within", 0.8, compiled=2):
+        draft.arrays["v"] = replace(draft.arrays["k"], shape=(*of_keys, key_heads, values), within="k")
+    else:
+        draft.array("v", (*of_keys, key_heads, values))
     if on_cache:  # the first tensors may be given by position
         draft.arrays["cu_seqlens_q"] = draft.arrays.pop("cu_seqlens_q")
     if packed in ("queries", "both"):
@@ -428,7 +439,7 @@ def _flash_attention(draft: _Draft) -> None:
         draft.array("block_table", table, "int32", 0.0, values="integers", numbers=pages)
     if draft.flag("sink", 0.2, compiled=2):
         draft.own_array("sink", (heads,))
-    masked = packed == "no" and not paged and _masks(draft, batch, heads, tokens, keys)
+    masked = packed == "no" and not paged and not latent and _masks(draft, batch, heads, tokens, keys)
     draft.optional("softcap", (None, None, None, None, 0.5, 5, 30.0), compiled=2)
     draft.switch("causal", compiled=2)
     if draft.flag("window", 0.3, compiled=1):
@@ -440,7 +451,7 @@ def _flash_attention(draft: _Draft) -> None:
     draft.outputs.append((batch, tokens, heads, values))
     if draft.switch("return_lse", compiled=2):
         draft.outputs.append((batch, heads, tokens))
-    draft.backend(max(features, values) > 256)
+    draft.backend(max(features, values) > 256 and not latent)
     if on_cache and draft.options["backend"] == "triton":
         draft.optional("bits", (None, None, "batch", "chunks"), compiled=1)
     if not masked and not (draft.recorded and any(array.grad for array in draft.arrays.values())):

@@ -87,6 +87,9 @@ class Prepared:
         self.call, self.device, self.backend = call, device, backend
         seed = call.seed + 1_000_003 * draw
         self.arrays = {name: place(array, name, seed, device) for name, array in call.arrays.items()}
+        for name, array in call.arrays.items():
+            if array.within:
+                self.arrays[name] = self.arrays[array.within].first_features(array.shape[-1])
         self.alone = False  # one entry of the batch
         self.gradients: list[Placed | None] = [
             None if array is None else place(array, f"gradient {index}", seed, device)

@@ -151,9 +151,10 @@ def _packed_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant
 
 
 def _latent_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:
-    if not call.shape.is_latent:
+    cu_seqlens = call.mask.cu_seqlens_q
+    if cu_seqlens is None or not call.shape.is_latent:
         return f"DecodeForward: rows of {WIDEST} features at most"
-    return variants.DecodeForward(decode.plan_many(call, call.precision, tensors))
+    return variants.DecodeForward(decode.plan_many(call, call.precision, tensors, cu_seqlens))
 
 
 def _hopper_cache_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str:

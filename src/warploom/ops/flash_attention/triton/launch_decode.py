@@ -188,10 +188,9 @@ def _latent_choices(call: Call, tokens: int | None) -> LatentTiles:
     return LatentTiles(call.shape.rest_d, call.shared, LATENT_CHUNK, tokens)
 
 
-def plan_many(call: Call, precision: str, tensors: tuple[Tensor, ...]) -> Launch:
+def plan_many(call: Call, precision: str, tensors: tuple[Tensor, ...], cu_seqlens: Tensor) -> Launch:
     """Returns the launch for packed sequences of more than `few_queries` on a latent cache. Loops are not split."""
-    shape, cu_seqlens, table = call.shape, call.mask.cu_seqlens_q, call.mask.block_table
-    assert cu_seqlens is not None
+    shape, table = call.shape, call.mask.block_table
     tiles = _tiles_of(call, LATENT_FEW)
     tokens = max(tiles.block_m // shape.group, 1)
     blocks = -(-shape.tokens // tokens) + cu_seqlens.shape[0] - 1
