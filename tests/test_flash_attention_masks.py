@@ -322,7 +322,33 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"bias": torch.ones(1, 1, 8, 8).bool()}, warploom.DtypeError, "bias"),
     ({"alibi": torch.ones(3)}, warploom.ShapeError, "alibi"),
     ({"alibi": torch.ones(2, requires_grad=True)}, warploom.ArgumentError, "slopes do not have"),
+    ({"bias": torch.ones(1, 1, 8, 7)}, warploom.ShapeError, "(B or 1, Hq or 1, N or 1, M) = (1, 2, 8, 8)"),
+    ({"bias": torch.ones(2, 8, 8)}, warploom.ShapeError, "bias must be"),
+    ({"bias": torch.ones(1, 1, 8, 8).long()}, warploom.DtypeError, "bias"),
+    ({"bias": 1.0}, warploom.DtypeError, "bias"),
+    ({"bias": torch.ones(1, 1, 8, 8, device="meta")}, warploom.DeviceError, "device of q"),
+    ({"alibi": torch.ones(2, 1, 2)}, warploom.ShapeError, "(Hq,) or (B, Hq)"),
+    ({"alibi": torch.ones(2, device="meta")}, warploom.DeviceError, "device of q"),
+    ({"alibi": torch.ones(2).int()}, warploom.DtypeError, "alibi"),
     ({"bias": torch.ones(1, 1, 1, 8), "out": torch.empty(1, 8, 2, 16)}, warploom.ArgumentError, "with out"),
+    (
+        {
+            "bias": torch.ones(1, 1, 1, 8, requires_grad=True),
+            "cu_seqlens_q": torch.tensor([0, 8], dtype=torch.int32),
+            "seqused_k": torch.tensor([8], dtype=torch.int32),
+        },
+        warploom.ArgumentError,
+        "bias must be None with queries packed on a cache",
+    ),
+    (
+        {
+            "alibi": torch.ones(2),
+            "block_table": torch.zeros(1, 1, dtype=torch.int32),
+            "seqused_k": torch.ones(1, dtype=torch.int32),
+        },
+        warploom.ArgumentError,
+        "alibi must be None with block_table",
+    ),
     (
         {
             "bias": torch.ones(1, 1, 1, 8, requires_grad=True),
@@ -339,6 +365,72 @@ WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 def test_wrong_options_raise(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
         flash_attention(Q, Q, Q, **options)
+
+
+PARTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "other tiles": (block_mask(torch.ones(1, 1, 300, 8).bool())[1], warploom.ShapeError, r"\(1, 1, 1, 1\)"),
+    "other type": (torch.zeros(1, 1, 1, 1), warploom.DtypeError, "tiles of mask must be of int32"),
+    "a place of no bits": (
+        torch.full((1, 1, 1, 1), 7, dtype=torch.int32),
+        warploom.ArgumentError,
+        "-2 and 0; got 7",
+    ),
+    "no state": (torch.full((1, 1, 1, 1), -3, dtype=torch.int32), warploom.ArgumentError, "-2 and 0; got -3"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@backends
+def test_a_mask_that_was_changed_is_refused(backend: Any, part: str) -> None:
+    """No kernel reads outside of its bits."""
+    tiles, error, text = PARTS[part]
+    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())._replace(tiles=tiles)
+    with pytest.raises(error, match=text):
+        flash_attention(Q.cpu(), Q.cpu(), Q.cpu(), mask=made, backend=backend)
+
+
+@pytest.mark.parametrize("part", ["row_counts", "row_tiles", "column_counts", "column_tiles"])
+def test_lists_that_were_changed_are_refused(part: str) -> None:
+    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())
+    for number in (-1, 2):
+        other = made._replace(**{part: torch.full_like(getattr(made, part), number)})
+        with pytest.raises(warploom.ArgumentError, match=f"{part} of mask must be of numbers between 0 and"):
+            flash_attention(Q, Q, Q, mask=other)
+
+
+def test_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warploom.ops.flash_attention.api.is_sharded", lambda tensors: True)
+    for options in ({"mask": torch.ones(1, 1, 8, 8).bool()}, {"alibi": torch.ones(2)}):
+        with pytest.raises(warploom.BackendError, match="sharded over a mesh"):
+            flash_attention(Q, Q, Q, **options)
+
+
+def test_packed_sequences_with_masks_run_in_pytorch() -> None:
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    out = flash_attention(Q, Q, Q, cu_seqlens=bounds, alibi=torch.ones(2))
+    torch.testing.assert_close(out[:, :3], flash_attention(Q[:, :3], Q[:, :3], Q[:, :3], alibi=torch.ones(2)))
+    with pytest.raises(warploom.BackendError, match="have no kernels"):
+        flash_attention(Q, Q, Q, cu_seqlens=bounds, alibi=torch.ones(2), backend="triton")
+
+
+@pytest.mark.parametrize("how", ["mask", "tiles", "bias"])
+@backends
+def test_all_rows_hidden(backend: Any, how: str, device: torch.device) -> None:
+    """Outputs and gradients are 0, and lse is −∞, or the sink, of which it is the whole sum."""
+    q, k, v = (x.to(device).requires_grad_() for x in draw(torch.float32, 20, 140))
+    seen = torch.zeros(1, 1, 20, 140, dtype=torch.bool, device=device)
+    bias = torch.zeros(1, 1, 20, 140, device=device).requires_grad_()
+    options: dict[str, Any] = {"mask": block_mask(seen) if how == "tiles" else seen, "bias": bias}
+    if how == "bias":
+        options = {"bias": torch.full((1, 1, 1, 140), -torch.inf, device=device).requires_grad_()}
+    sink = torch.tensor([0.5, -1.0, 0.0, 3.0], device=device)
+    for own in (None, sink):
+        out, lse = flash_attention(q, k, v, sink=own, **options, return_lse=True, backend=backend)
+        assert not out.any()
+        expected = torch.full_like(lse, -torch.inf) if own is None else own[:, None].expand_as(lse)
+        torch.testing.assert_close(lse, expected)
+        for grad in torch.autograd.grad(out.sum(), (q, k, v, options["bias"])):
+            assert not grad.any()
 
 
 @pytest.mark.parametrize(

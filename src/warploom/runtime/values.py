@@ -104,6 +104,19 @@ def check_lengths(function: str, argument: str, lengths: Tensor | None, most: in
             raise fault(ArgumentError, function, argument, f"of numbers between 0 and M = {most}", length)
 
 
+def check_range(function: str, argument: str, numbers: Tensor, least: int, most: int) -> None:
+    """Raise unless integers are between ``least`` and ``most``.
+
+    Raises:
+        ArgumentError: One is not.
+    """
+    if not is_readable(numbers) or numbers.numel() == 0 or _dispatch_modes():
+        return
+    for extreme in map(int, numbers.aminmax()):
+        if not least <= extreme <= most:
+            raise fault(ArgumentError, function, argument, f"of numbers between {least} and {most}", extreme)
+
+
 def check_pages(function: str, block_table: Tensor | None, seqused_k: Tensor, pages: int, page_size: int) -> None:
     """Raise unless all pages that hold used keys are in the cache.
 

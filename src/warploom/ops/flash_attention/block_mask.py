@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
-from warploom.runtime.arguments import format_value, is_int
+from warploom.runtime.arguments import check_device, format_value, is_int
 from warploom.runtime.names import refuse_missing
+from warploom.runtime.values import check_range
 
 Tensor = torch.Tensor
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -195,6 +196,51 @@ def of_dense(mask: Tensor, compact: bool) -> BlockMask:
         return _of_chunks(shape, iter((mask,)), compact)
     rows = max(_CHUNK // (TILE * shape[0] * shape[1] * shape[3]), 1) * TILE
     return _of_chunks(shape, iter(mask.split(rows, 2)), compact)
+
+
+def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None:
+    """Raise unless the tensors of a mask are such as `block_mask` makes for so many queries and keys.
+
+    Raises:
+        ShapeError: A tensor has another shape.
+        DtypeError: A tensor is not of int32.
+        DeviceError: A tensor lies on another device than the tiles.
+    """
+    rows, columns = -(-queries // TILE), -(-keys // TILE)
+    entries = tuple(mask.tiles.shape[:2])
+    expected = {
+        "tiles": (*entries, rows, columns),
+        "row_counts": (*entries, rows),
+        "row_tiles": (*entries, rows, columns),
+        "column_counts": (*entries, columns),
+        "column_tiles": (*entries, columns, rows),
+        "bits": (*mask.bits.shape[:1], TILE, _WORDS),
+    }
+    for part, shape in expected.items():
+        tensor: Tensor = getattr(mask, part)
+        if tuple(tensor.shape) != shape:
+            raise fault(ShapeError, function, f"{part} of mask", f"{shape}, as of block_mask", shape_of(tensor))
+        if tensor.dtype != torch.int32:
+            raise fault(DtypeError, function, f"{part} of mask", "of int32", dtype_of(tensor))
+        check_device(function, f"{part} of mask", tensor, "its tiles", mask.tiles)
+
+
+def check_numbers(function: str, mask: BlockMask) -> None:
+    """Raise unless the numbers in a mask, where they are checked, are places of its tiles and bits.
+
+    Raises:
+        ArgumentError: One is not.
+    """
+    rows, columns = mask.tiles.shape[2:]
+    bounds = {
+        "tiles": (NOTHING, mask.bits.shape[0] - 1),
+        "row_counts": (0, columns),
+        "row_tiles": (0, columns - 1),
+        "column_counts": (0, rows),
+        "column_tiles": (0, rows - 1),
+    }
+    for part, (least, most) in bounds.items():
+        check_range(function, f"{part} of mask", getattr(mask, part), least, most)
 
 
 def _check_dense(mask: Tensor) -> None:

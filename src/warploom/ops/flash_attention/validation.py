@@ -17,7 +17,7 @@ from warploom.errors import (
     fault,
     shape_of,
 )
-from warploom.ops.flash_attention.block_mask import BlockMask, of_dense
+from warploom.ops.flash_attention.block_mask import BlockMask, check_numbers, check_parts, of_dense
 from warploom.runtime.arguments import (
     COUNTS,
     FLOATS,
@@ -246,6 +246,8 @@ def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], numb
     q, k, bias, alibi = inputs.q, inputs.k, inputs.bias, inputs.alibi
     call = check(name, inputs.unmasked, options, number)._replace(arrange=None)
     batch, tokens, heads, _ = q.shape
+    if (mask := inputs.mask()) is not None:
+        check_parts(name, mask, tokens, k.shape[1])
     if bias is not None:
         check_tensor(name, "bias", bias, FLOATS)
         sizes = (batch, heads, tokens)
@@ -272,6 +274,8 @@ def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], numb
 def check_masked_values(name: str, inputs: MaskedInputs) -> None:
     """Check what tensors of a valid call hold."""
     check_values(name, inputs.unmasked)
+    if (mask := inputs.mask()) is not None:
+        check_numbers(name, mask)
 
 
 def check_values(name: str, inputs: FlashInputs) -> None:
