@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORD = "losses.jsonl"
-COLOURS = ("#009e73", "#1f7fc4", "#d55e00", "#9a6bc2")
+COLOURS = ("#009e73", "#1f7fc4", "#d55e00", "#9a6bc2", "#b58900")
 WINDOW = 20  # steps over which a curve is averaged before curves are compared
 
 

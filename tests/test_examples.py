@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-WITH_HELP = ("train_lm", "generate", "serve", "loss_parity", "linear_and_softmax")
+WITH_HELP = ("train_lm", "generate", "serve", "loss_parity", "linear_and_softmax", "attentions")
 QUICK = "--device cpu --steps 6 --warm-up 2 --batch 2 --log-every 2 --eval-every 2 --eval-batches 1 --save-every 2"
 
 
@@ -146,7 +146,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    "name", ["train_lm.py", "generate.py", "serve.py", "loss_parity.py", "linear_and_softmax.py"]
+    "name", ["train_lm.py", "generate.py", "serve.py", "loss_parity.py", "linear_and_softmax.py", "attentions.py"]
 )
 def test_help(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), "--help"]
@@ -229,6 +229,31 @@ def test_linear_and_softmax_attention_by_length(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == first
     with pytest.raises(SystemExit):
         linear_and_softmax.main(["--steps", "2"])
+
+
+def test_attentions_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    import attentions
+
+    pytest.importorskip("matplotlib")
+    words = "--device cpu --text text.py --eval-batches 1 --warm-up 2 --lr 2e-3 --context-length 32 --batch 4"
+    words += " --steps 6 --attentions flash,delta+flash --seeds 0,1 --record models.jsonl --picture models.svg"
+    attentions.main(words.split())
+    first = capsys.readouterr().out
+    rows = first.splitlines()
+    assert [row.split("  ")[0] for row in rows[:2]] == ["softmax", "1 delta rule + 1 softmax"]
+    entries = [json.loads(line) for line in Path("models.jsonl").read_text().splitlines()]
+    assert [(e["seed"], e["attention"]) for e in entries] == [
+        (seed, name) for seed in (0, 1) for name in ("flash", "delta,flash")
+    ]
+    assert all(e["loss"] < math.log(256) and e["tokens_per_second"] > 0 for e in entries)
+    assert Path("models.svg").read_text().startswith("<?xml")
+    for more in ([], ["--draw"]):  # from the record
+        attentions.main([*words.split(), *more])
+        assert capsys.readouterr().out == first
+    assert len(Path("models.jsonl").read_text().splitlines()) == 4
+    for wrong in (["--steps", "2"], ["--draw"]):
+        with pytest.raises(SystemExit):
+            attentions.main(wrong)
 
 
 @pytest.mark.gpu
