@@ -240,7 +240,7 @@ PEERS = {
     "attention-trees": MASKED,
     "attention-serving": {"torch", "torch_varlen", "torch_varlen_invariant", "torch_varlen_gathered"},
     "attention-jvp": {"torch", "torch_compile"},
-    "tpa-decode": {"torch", "torch_compile", "torch_naive", "sdpa_gqa", "sdpa_mha"},
+    "tpa-decode": {"torch", "torch_compile", "torch_naive", "sdpa_gqa", "sdpa_mha", "sdpa_mqa"},
     "tpa-attention": {"torch_naive", "torch_naive_compile"},
     "linear-attention": {"torch", "torch_compile", "fla", "softmax_sdpa_flash"},
     "linear-attention-decode": {"torch", "torch_compile", "fla"},

@@ -389,12 +389,18 @@ def _decode(device: str) -> list[Case]:
     if device != "cuda":
         shape |= {"heads": 4, "key_heads": 2, "dtype": "float32"}
         return [{"batch": 2, "m": 1024, **shape, "cache": cache} for cache in ("dense", "lengths", "pages")]
+    latent: list[Case] = [
+        {"batch": batch, "m": m, **shape, **_LATENT, "heads": heads, "cache": cache}
+        for heads in (16, 128)
+        for batch, m in ((1, 65536), (8, 8192), (32, 8192), (128, 2048))
+        for cache in ("dense", "pages")
+    ]
     return [
         {"batch": batch, "m": m, **shape, "key_heads": key_heads, "cache": cache}
         for key_heads in (8, 32)
         for batch, m in ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (128, 2048))
         for cache in ("dense", "lengths", "pages")
-    ]
+    ] + latent
 
 
 def _quick_decode(device: str) -> list[Case]:
@@ -404,10 +410,17 @@ def _quick_decode(device: str) -> list[Case]:
 
 def _decode_traffic(case: Case, mode: str) -> Traffic:
     """Returns the bytes of every used key and value, read once, and the operations on them."""
-    size = 2 * case["head_dim"] * getattr(torch, case["dtype"]).itemsize
     keys, queries = sum(_lengths(case)) * case["key_heads"], case["batch"] * case["heads"]
-    flops = 4 * case["head_dim"] * sum(_lengths(case)) * case["heads"]
-    return Traffic.of_bytes(keys * size + queries * size // 2, queries * size // 2, flops)
+    return _cache_traffic(case, keys, queries, sum(_lengths(case)))
+
+
+def _cache_traffic(case: Case, keys: int, queries: int, pairs: int) -> Traffic:
+    """Returns the bytes of keys, values, queries and outputs, and the operations on pairs of each query head."""
+    size, features = getattr(torch, case["dtype"]).itemsize, case["head_dim"]
+    values = case.get("value_dim", features)
+    row = features if case.get("latent") else features + values
+    flops = 2 * (features + values) * pairs * case["heads"]
+    return Traffic.of_bytes((keys * row + queries * features) * size, queries * values * size, flops)
 
 
 def _serving(device: str) -> list[Case]:
@@ -436,6 +449,18 @@ def _serving(device: str) -> list[Case]:
         counts, used = zip(*peers.MIXES[mix])
         case = {"mix": mix, "n": sum(counts), "m": max(used), **shape, "key_heads": key_heads}
         cases += [case if size is None else case | {"page_size": size} for size in page_sizes]
+    if device == "cuda":
+        for mix in (
+            "64 decoding at 2k",
+            "4 decoding at 32k",
+            "chunk of 512 on 32k",
+            "prompt of 8k, 63 decoding at 2k",
+        ):
+            counts, used = zip(*peers.MIXES[mix])
+            case = {"mix": mix, "n": sum(counts), "m": max(used), **shape, "page_size": 64}
+            cases.append(case | {"heads": 64, "key_heads": 8})
+            of_heads = (16, 128) if max(counts) == 1 else (16,)
+            cases += [case | _LATENT | {"heads": heads} for heads in of_heads]
     return cases
 
 
@@ -450,10 +475,9 @@ def _by_sequence(**inputs: Any) -> Outputs:
 
 def _serving_traffic(case: Case, mode: str) -> Traffic:
     """Returns the bytes of every used key and value, of queries and of outputs, and the operations."""
-    row, mix = case["head_dim"] * getattr(torch, case["dtype"]).itemsize, peers.MIXES[case["mix"]]
+    mix = peers.MIXES[case["mix"]]
     keys, queries = sum(used for _, used in mix) * case["key_heads"], case["n"] * case["heads"]
-    pairs = sum(n * used - n * (n - 1) // 2 for n, used in mix)
-    return Traffic.of_bytes((2 * keys + queries) * row, queries * row, 4 * case["head_dim"] * pairs * case["heads"])
+    return _cache_traffic(case, keys, queries, sum(n * used - n * (n - 1) // 2 for n, used in mix))
 
 
 def _make_tangents(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -341,6 +341,8 @@ def _served_by_varlen(case: Case, num_splits: int | None = None, gathered: bool 
     first copied behind each other, in every call and so inside the timing.
     """
     need_cuda("the fused kernel")
+    if case["head_dim"] > 256:
+        raise Unsupported("the kernel takes 256 features at most")
     try:
         function: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from warploom.ops.flash_attention import bench as flash_attention
-from warploom.ops.spec import SEEDS, Bench, Case, Inputs, Operator, Traffic, need_cuda, normal, on_gpus
+from warploom.ops.spec import SEEDS, Bench, Case, Inputs, Operator, Other, Traffic, need_cuda, normal, on_gpus
 from warploom.ops.tpa import peers, reference
 from warploom.ops.tpa.api import tpa_attention, tpa_decode
 from warploom.ops.tpa.peers import Provider
@@ -198,6 +198,24 @@ _ATTENTION_PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     **peers.ATTENTION,
 }
 
+
+def _on_whole_keys(name: str, make_inputs: Callable[..., Inputs], traffic: Callable[[Case, str], Traffic]) -> Other:
+    attend = flash_attention.OPERATOR.function
+    operator = Operator(name, attend, peers.whole_cache_definition, make_inputs, check_cases=(), length="m")
+    return Other(operator, {name: lambda case: _warploom(attend, case)}, traffic)  # type: ignore[arg-type]
+
+
+_OTHERS = (
+    *peers.OTHERS,
+    _on_whole_keys(
+        "warploom_mqa",
+        functools.partial(peers.whole_cache_inputs, peers.ALL),
+        functools.partial(peers.whole_cache_traffic, peers.ALL),
+    ),
+    _on_whole_keys("warploom_mla", peers.latent_inputs, peers.latent_traffic),
+)
+"""Attention on whole keys by our own kernels too: of one head of keys, and latent attention, absorbed."""
+
 # ----------------------------------------------------------------------------------------------------------
 # Benches
 # ----------------------------------------------------------------------------------------------------------
@@ -282,7 +300,7 @@ BENCHES = (
         title="Tensor-product attention: one new token on a cache of factors",
         x="m",
         modes=("fwd",),
-        others=peers.OTHERS,
+        others=_OTHERS,
     ),
     Bench(
         name="tpa-attention",

@@ -74,6 +74,8 @@ ATTENTION: dict[str, Callable[[Case], Provider]] = {
 
 GROUP = 4
 """Heads that share a head of keys and values in grouped-query attention, as in many published models."""
+ALL = 0
+"""A group of all heads."""
 _TRIALS = 5
 
 
@@ -81,14 +83,14 @@ def whole_cache_inputs(group: int, case: Case, device: torch.device, generator: 
     """Returns queries (B, 1, H, D), keys and values (B, M, H / group, D), for a case of `tpa_decode`."""
     batch, heads, features = case["batch"], case["heads"], case["head_dim"]
     dtype = getattr(torch, case["dtype"])
-    cache = (batch, case["m"], heads // group, features)
+    cache = (batch, case["m"], heads // (group or heads), features)
     shapes = {"q": (batch, 1, heads, features), "k": cache, "v": cache}
     return {name: normal(shape, dtype, device, generator) for name, shape in shapes.items()}
 
 
 def whole_cache_traffic(group: int, case: Case, mode: str) -> Traffic:
     """Returns the bytes of keys and values, read once, and of queries and output, which are few."""
-    rows = 2 * case["m"] * (case["heads"] // group) + 2 * case["heads"]
+    rows = 2 * case["m"] * (case["heads"] // (group or case["heads"])) + 2 * case["heads"]
     return Traffic(1, 0, case["batch"] * rows * case["head_dim"] * getattr(torch, case["dtype"]).itemsize)
 
 
@@ -124,10 +126,31 @@ def _sdpa(kernel: str | None, folded: bool, q: Tensor, k: Tensor, v: Tensor) -> 
     return out.reshape(batch, 1, heads, -1) if folded else out.transpose(1, 2)
 
 
+LATENT, ROTATED = 512, 64
+"""Features of a latent cache: of values, and of keys besides, as in DeepSeek-V2 and its successors."""
+
+
+def latent_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Returns queries (B, 1, H, D), keys (B, M, 1, D) and, in their memory, values (B, M, 1, E)."""
+    dtype, batch = getattr(torch, case["dtype"]), case["batch"]
+    q, k = (
+        normal((batch, *rows, LATENT + ROTATED), dtype, device, generator)
+        for rows in ((1, case["heads"]), (case["m"], 1))
+    )
+    return {"q": q, "k": k, "v": k[..., :LATENT]}
+
+
+def latent_traffic(case: Case, mode: str) -> Traffic:
+    """Returns the bytes of keys, which hold the values, read once, and of queries and output."""
+    numbers = (case["m"] + case["heads"]) * (LATENT + ROTATED) + case["heads"] * LATENT
+    flops = 2 * case["batch"] * case["m"] * case["heads"] * (2 * LATENT + ROTATED)
+    return Traffic(1, 0, case["batch"] * numbers * getattr(torch, case["dtype"]).itemsize, flops)
+
+
 def _fastest_sdpa(group: int, case: Case) -> Provider:
     """Returns the PyTorch kernel, and the way to share keys, that is fastest on the first call's tensors."""
     kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-    ways = [(kernel, folded) for kernel in kernels for folded in ((False, True) if group > 1 else (False,))]
+    ways = [(kernel, folded) for kernel in kernels for folded in ((False,) if group == 1 else (False, True))]
     chosen: list[Provider] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,5 +205,5 @@ def _other(name: str, group: int) -> Other:
     )
 
 
-OTHERS = (_other("sdpa_gqa", GROUP), _other("sdpa_mha", 1))
-"""Grouped-query and multi-head attention, beside `tpa_decode`."""
+OTHERS = (_other("sdpa_gqa", GROUP), _other("sdpa_mha", 1), _other("sdpa_mqa", ALL))
+"""Attention with grouped heads, with as many heads of keys, and with one, beside `tpa_decode`."""
