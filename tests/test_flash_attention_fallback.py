@@ -151,3 +151,12 @@ def test_wide_heads_on_a_gpu_take_linear_memory(features: int, device: torch.dev
     inputs = [x.detach().cpu()[:, :64].float() for x in (q, k, k)]
     found = flash_attention(*(x[:, :64] for x in (q, k, k)), causal=True)
     assert (found.cpu() - flash_attention(*inputs, causal=True, backend="torch")).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("sizes", [(0, 6, 6), (2, 0, 6), (2, 6, 0)])
+def test_nothing_is_computed_without_a_warning(sizes: tuple[int, int, int]) -> None:
+    batch, queries, keys = sizes
+    q, k = torch.randn(batch, queries, 2, 4), torch.randn(batch, keys, 2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(flash_attention(q, k, k), torch.zeros_like(q))

@@ -311,12 +311,15 @@ def test_what_a_mask_hides_from_all_reaches_nothing() -> None:
 
 
 Q = torch.randn(1, 8, 2, 16)
+PYTORCHS = type("BlockMask", (), {"kv_num_blocks": None, "mask_mod": None})()
 WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"mask": torch.ones(1, 1, 8, 9).bool()}, warploom.ShapeError, "mask must be"),
     ({"mask": torch.ones(8, 8).bool()}, warploom.ShapeError, "Hq or 1"),
+    ({"mask": PYTORCHS}, warploom.DtypeError, "of PyTorch's BlockMask by block_mask(mask); got BlockMask"),
+    ({"mask": block_mask(lambda b, h, i, j: i >= j, N=1, M=8)}, warploom.ShapeError, "(1, 2, 8, 8); got"),
     ({"mask": torch.ones(1, 1, 8, 8)}, warploom.DtypeError, "boolean"),
     ({"mask": torch.ones(1, 1, 8, 8, device="meta").bool()}, warploom.DeviceError, "device of q"),
-    ({"mask": lambda b, h, i, j: i >= j}, warploom.DtypeError, "block_mask"),
+    ({"mask": lambda b, h, i, j: i >= j}, warploom.DtypeError, "block_mask(mask, N=8, M=8"),
     ({"mask": block_mask(lambda b, h, i, j: i >= j, N=9, M=8)}, warploom.ShapeError, "(1, 2, 8, 8)"),
     ({"bias": torch.ones(1, 3, 8, 8)}, warploom.ShapeError, "bias must be"),
     ({"bias": torch.ones(1, 1, 8, 8).bool()}, warploom.DtypeError, "bias"),
@@ -447,11 +450,50 @@ def test_all_rows_hidden(backend: Any, how: str, device: torch.device) -> None:
         ({"mask": torch.ones(1, 1, 4, 4).bool(), "block": (64, 64)}, warploom.ArgumentError, "128"),
         ({"mask": lambda b, h, i, j: i >= j, "N": 0, "M": 4}, warploom.ArgumentError, "at least 1"),
         ({"mask": lambda b, h, i, j: i >= j, "N": 4.0, "M": 4}, warploom.DtypeError, "an int"),
+        (
+            {"mask": lambda i, j: i >= j, "N": 4, "M": 4},
+            warploom.DtypeError,
+            r"\(b, h, q_idx, kv_idx\); got one of \(i, j\)",
+        ),
+        ({"mask": lambda b, h, i, j: i >= j and j > 1, "N": 4, "M": 4}, warploom.ArgumentError, "`&`, `|`"),
+        (
+            {"mask": lambda b, h, i, j: i >= j, "Q_LEN": 4},
+            warploom.UnknownArgumentError,
+            "here it is N: the number of q",
+        ),
+        ({"N": 4, "M": 4}, TypeError, "missing a required argument: 'mask'"),
     ],
 )
 def test_wrong_masks_raise(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         block_mask(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape", "widen"),
+    [
+        ("mask", (6, 7), "mask[None, None]"),
+        ("mask", (2, 7), "mask[:, None, None].expand(-1, -1, 6, -1)"),
+        ("mask", (2, 1, 1, 7), "mask.expand(-1, -1, 6, -1)"),
+        ("mask", (2, 6, 7), "mask[:, None]"),
+        ("bias", (6, 7), "bias[None, None]"),
+        ("bias", (2, 7), "bias[:, None, None]"),
+    ],
+)
+def test_other_axes_of_masks_are_widened_as_errors_say(argument: str, shape: tuple[int, ...], widen: str) -> None:
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 2, 8)
+    numbers = torch.rand(shape)
+    given: Any = {argument: numbers > 0.3 if argument == "mask" else numbers}
+    with pytest.raises(warploom.ShapeError) as caught:
+        flash_attention(q, k, k, **given)
+    assert f", as {widen} is; got {shape}" in str(caught.value)
+    wide: Any = eval(widen, {}, given)
+    axes = numbers.dim() == 2 and shape[0] == 6
+    meant: Any = given[argument] if axes or numbers.dim() == 4 else given[argument].view(2, 1, -1, 7)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), attn_mask=meant, enable_gqa=True
+    )
+    torch.testing.assert_close(flash_attention(q, k, k, **{argument: wide}), theirs.transpose(1, 2).nan_to_num())
 
 
 def test_a_mask_is_pickled_and_moved() -> None:

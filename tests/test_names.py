@@ -128,7 +128,11 @@ LAYERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
     "KVCache": (nn.KVCache, (), {"length": "capacity"}),
     "PageTable": (nn.PageTable, (4,), {"num_pages": "pages"}),
     "PagedKVCache": (nn.PagedKVCache, (nn.PageTable(4),), {"page_table": "table"}),
-    "TransformerLM": (nn.TransformerLM, (CONFIG,), {"configuration": "config"}),
+    "TransformerLM": (
+        nn.TransformerLM,
+        (CONFIG,),
+        {"configuration": "config", "attention": "a `TransformerConfig`", "vocab_size": "config"},
+    ),
 }
 
 
@@ -205,7 +209,7 @@ def test_tokens_that_are_in_no_vocabulary_are_named() -> None:
             ("targets", lambda: model(tokens, bad)),  # noqa: B023
         ):
             with pytest.raises(
-                ArgumentError, match=f"{argument} must be of tokens below vocab_size = 16; got {wrong}"
+                ArgumentError, match=f"{argument} must be of tokens ≥ 0 and below vocab_size = 16; got {wrong}"
             ):
                 call()
 
@@ -215,7 +219,7 @@ def test_tokens_on_a_gpu_are_checked_on_request(device: torch.device) -> None:
     model, bad = nn.TransformerLM(CONFIG).to(device), torch.tensor([[16]], device=device)
     warploom.check_values(True)
     try:
-        with pytest.raises(ArgumentError, match="tokens must be of tokens below vocab_size = 16; got 16"):
+        with pytest.raises(ArgumentError, match="tokens must be of tokens ≥ 0 and below vocab_size = 16; got 16"):
             model(bad)
     finally:
         warploom.check_values(False)

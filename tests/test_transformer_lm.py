@@ -525,7 +525,10 @@ def test_wrong_calls_are_named() -> None:
         ({"max_new_tokens": 1, "top_p": "most"}, "top_p must be a number"),
         ({"max_new_tokens": 1.5}, "max_new_tokens must be an int"),
         ({"max_new_tokens": 1, "temperature": "hot"}, "temperature must be a number"),
-        ({"max_new_tokens": 1, "stop": [3, model.config.vocab_size]}, "stop must be of tokens below vocab_size"),
+        (
+            {"max_new_tokens": 1, "stop": [3, model.config.vocab_size]},
+            "stop must be of tokens ≥ 0 and below vocab_size",
+        ),
         ({"max_new_tokens": 1, "stop": ["."]}, "stop must be an int"),
         ({"max_new_tokens": 1, "lengths": [5]}, "lengths"),
         ({"max_new_tokens": 1, "lengths": [5, 6]}, "lengths"),

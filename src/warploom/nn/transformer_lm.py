@@ -513,7 +513,11 @@ class TransformerLM(nn.Module):
             "temperature": (temperature >= 0, "at least 0", temperature),
             "top_k": (top_k is None or top_k >= 1, "at least 1, or None for all", top_k),
             "top_p": (0 < top_p <= 1, "above 0, at most 1", top_p),
-            "stop": (all(0 <= x < vocabulary for x in ends), f"of tokens below vocab_size = {vocabulary}", ends),
+            "stop": (
+                all(0 <= x < vocabulary for x in ends),
+                f"of tokens ≥ 0 and below vocab_size = {vocabulary}",
+                ends,
+            ),
             "lengths": (all(1 <= n <= longest for n in lengths), f"between 1 and N = {longest}", lengths),
         }
         for argument, (fits, expected, got) in checks.items():

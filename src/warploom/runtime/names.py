@@ -22,18 +22,31 @@ C = TypeVar("C", bound=type)
 OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("is_causal", "causal", "it aligns the last query with the last key"),
     ("attn_mask", "mask", "a boolean tensor, true where a key takes part; numbers are a `bias`"),
-    ("attn_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
-    ("mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    ("attn_mask", "", "there is no mask; where there are `causal`, `window`, lengths or bounds, they hide keys"),
+    ("mask", "", "there is no mask; where there are `causal`, `window`, lengths or bounds, they hide keys"),
     ("attention_mask", "mask", "a boolean tensor, true where a key takes part; numbers are a `bias`"),
-    ("attention_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    (
+        "attention_mask",
+        "",
+        "there is no mask; where there are `causal`, `window`, lengths or bounds, they hide keys",
+    ),
     ("key_padding_mask", "mask", "a boolean tensor, the other way round: true where a key takes part"),
-    ("key_padding_mask", "", "there is no mask; `causal`, `window`, lengths and packed sequences hide keys"),
+    (
+        "key_padding_mask",
+        "",
+        "there is no mask; where there are `causal`, `window`, lengths or bounds, they hide keys",
+    ),
     ("dropout_p", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
     ("dropout", "", "there is no dropout; leave it out, or apply PyTorch's to the output"),
     ("softmax_scale", "scale", "a factor of the inner products"),
     ("sm_scale", "scale", "a factor of the inner products"),
     ("window_size", "window", "`(left, right)`, with None for no bound instead of -1"),
     ("block_mask", "mask", "what `warploom.block_mask` makes of it"),
+    ("mask_mod", "mask", "what `warploom.block_mask` makes of it"),
+    ("score_mod", "bias", "numbers that are added to the logits; caps are `softcap`, distances `alibi`"),
+    ("Q_LEN", "N", "the number of queries"),
+    ("KV_LEN", "M", "the number of keys"),
+    ("BLOCK_SIZE", "block", "leave it out; there is one size"),
     ("attn_bias", "bias", "numbers that are added to the logits"),
     ("alibi_slopes", "alibi", "slopes of the heads"),
     ("alibi_slopes", "", "there are no slopes; positions are those of `lrpe_rotate`"),
@@ -96,7 +109,6 @@ OTHER_NAMES: tuple[tuple[str, str, str], ...] = (
     ("kdim", "context_dim", "features of the other sequence"),
     ("batch_first", "", "leave it out; the batch is first always"),
     ("need_weights", "", "leave it out; weights are not returned"),
-    ("vocab_size", "config", "a `TransformerConfig`, which has the sizes"),
     ("max_length", "max_new_tokens", "new tokens alone, without those of the prompt"),
     ("input_ids", "tokens", "`(B, N)` integers"),
     ("input_ids", "prompt", "`(B, N)` integers"),
@@ -208,4 +220,6 @@ def _advice(argument: str, parameters: Mapping[str, inspect.Parameter]) -> str:
         if other == argument and (not own or own in parameters):
             return f"here it is {own}: {about}" if own else about
     close = difflib.get_close_matches(argument, parameters, 1)
+    if "config" in parameters and not close:
+        return "sizes, attention and positions are in config, a `TransformerConfig`"
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(parameters)}"

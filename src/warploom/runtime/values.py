@@ -142,7 +142,7 @@ def check_tokens(function: str, argument: str, tokens: Tensor | None, vocabulary
         return
     wrong = ((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)
     if wrong.any():
-        expected = f"of tokens below vocab_size = {vocabulary}"
+        expected = f"of tokens ≥ 0 and below vocab_size = {vocabulary}"
         raise fault(ArgumentError, function, argument, expected, tokens[wrong][0].item())
 
 

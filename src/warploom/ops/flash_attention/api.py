@@ -214,7 +214,7 @@ def _run_reference(
         reason = way.obstacle(inputs, options)
         if reason is None:
             compute = way.attend
-        else:
+        elif 0 not in (*q.shape, *inputs.k.shape):
             fallback.warn_of_definition(NAME, reason)
     results = compute(inputs, options, return_lse)
     if isinstance(results, Tensor):

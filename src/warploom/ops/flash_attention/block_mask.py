@@ -7,6 +7,7 @@ tiles at a time, and kept for as many calls as see the same.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import check_device, format_value, is_int
-from warploom.runtime.names import refuse_missing
+from warploom.runtime.names import hide_catch_alls, refuse_missing, refuse_unknown
 from warploom.runtime.values import check_range
 
 Tensor = torch.Tensor
@@ -105,15 +106,17 @@ class BlockMask(NamedTuple):
             )
 
 
+@hide_catch_alls
 def block_mask(
     mask: Any,
     B: int | None = None,
     H: int | None = None,
     N: int | None = None,
     M: int | None = None,
-    *,
+    *_others: Any,
     device: torch.device | str | None = None,
     block: Sequence[int] = (TILE, TILE),
+    **_unknown: Any,
 ) -> BlockMask:
     """Make a mask for `flash_attention`, which goes over the tiles that see something, and over no others.
 
@@ -154,6 +157,8 @@ def block_mask(
         out = flash_attention(q, k, v, mask=mask, causal=True)
         ```
     """
+    if _others or _unknown:
+        refuse_unknown(block_mask, _others, _unknown)
     refuse_missing(NAME, "mask", mask)
     if tuple(block) != (TILE, TILE):
         raise fault(ArgumentError, NAME, "block", f"({TILE}, {TILE})", format_value(tuple(block)))
@@ -168,7 +173,7 @@ def block_mask(
         _check_sizes(given, tuple(mask.shape))
         return of_dense(mask if device is None else mask.to(device), compact=True)
     found: Any = mask
-    if _is_flex(mask):
+    if is_flex(mask):
         sizes = (*mask.kv_num_blocks.shape[:2], *mask.seq_lengths)
         _check_sizes(given, sizes)
         if device is not None:
@@ -178,6 +183,7 @@ def block_mask(
         if not callable(mask):
             expected = "a function, a boolean tensor or a BlockMask of PyTorch"
             raise fault(DtypeError, NAME, "mask", expected, type(mask).__name__)
+        _check_arguments(mask)
         for argument in ("N", "M"):
             if given[argument] is None:
                 raise fault(ArgumentError, NAME, argument, "given with a function", None)
@@ -256,7 +262,19 @@ def _check_sizes(given: dict[str, int | None], sizes: tuple[int, ...]) -> None:
             raise fault(ShapeError, NAME, argument, f"that of the mask, {size}, or None", wanted)
 
 
-def _is_flex(mask: object) -> bool:
+def _check_arguments(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions in C
+        return
+    try:
+        signature.bind("b", "h", "q_idx", "kv_idx")
+    except TypeError as error:
+        raise fault(DtypeError, NAME, "mask", "a function (b, h, q_idx, kv_idx)", f"one of {signature}") from error
+
+
+def is_flex(mask: object) -> bool:
+    """Returns whether a mask is FlexAttention's."""
     return type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod")
 
 
@@ -286,7 +304,13 @@ def _chunks(function: MaskMod, sizes: Sequence[int], device: torch.device) -> It
     """Yields what a function says of a row of tiles after another, (B, H, 128 or fewer, M)."""
 
     def evaluate(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        found: Any = function(b, h, q_idx, kv_idx)
+        try:
+            found: Any = function(b, h, q_idx, kv_idx)
+        except RuntimeError as error:
+            if "control flow" not in str(error):
+                raise
+            expected = "a function with `&`, `|`, `~` and torch.where for `and`, `or`, `not` and `if`"
+            raise fault(ArgumentError, NAME, "mask", expected, "one that asks whether a tensor is true") from error
         if isinstance(found, bool):
             found = torch.full_like(kv_idx, found, dtype=torch.bool)
         if not isinstance(found, Tensor):

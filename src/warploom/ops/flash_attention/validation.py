@@ -17,7 +17,7 @@ from warploom.errors import (
     fault,
     shape_of,
 )
-from warploom.ops.flash_attention.block_mask import BlockMask, check_numbers, check_parts, of_dense
+from warploom.ops.flash_attention.block_mask import BlockMask, check_numbers, check_parts, is_flex, of_dense
 from warploom.runtime.arguments import (
     COUNTS,
     FLOATS,
@@ -224,13 +224,20 @@ def masked_inputs(
 def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
     batch, heads, sizes = q.shape[0], q.shape[2], (q.shape[1], k.shape[1])
     if not isinstance(mask, BlockMask | Tensor):
-        expected = "a boolean tensor or what warploom.block_mask makes, of a function or PyTorch's BlockMask too"
+        expected = "a boolean tensor or what warploom.block_mask makes"
+        if callable(mask):
+            expected += f", of a function by block_mask(mask, N={sizes[0]}, M={sizes[1]}, device=q.device)"
+        elif is_flex(mask):
+            expected += ", of PyTorch's BlockMask by block_mask(mask)"
         raise fault(DtypeError, NAME, "mask", expected, type(mask).__name__)
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         raise fault(DtypeError, NAME, "mask", "a boolean tensor (numbers are a bias)", f"one of {dtype_of(mask)}")
     shape = tuple(mask.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != sizes:
-        raise fault(ShapeError, NAME, "mask", f"(B or 1, Hq or 1, N, M) = {(batch, heads, *sizes)}", shape)
+        expected = f"(B or 1, Hq or 1, N, M) = {(batch, heads, *sizes)}"
+        if isinstance(mask, Tensor):
+            expected += _how_to_widen("mask", shape, batch, sizes)
+        raise fault(ShapeError, NAME, "mask", expected, shape)
     if mask.device != q.device:
         raise fault(DeviceError, NAME, "mask", f"on the device of q, {q.device}", mask.device)
     if isinstance(mask, BlockMask):
@@ -239,6 +246,18 @@ def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
         if mask.stride(axis) == 0 and mask.shape[axis] > 1:  # the same for all
             mask = mask.narrow(axis, 0, 1)
     return of_dense(mask, compact=False)
+
+
+def _how_to_widen(name: str, shape: tuple[int, ...], batch: int, sizes: tuple[int, int]) -> str:
+    """Returns what to write for a tensor that PyTorch's attention would take, or nothing."""
+    rows = "" if name == "bias" else f".expand(-1, -1, {sizes[0]}, -1)"
+    ways = {
+        (batch, sizes[1]): f"{name}[:, None, None]{rows}",
+        (batch, 1, 1, sizes[1]): f"{name}{rows}",
+        (batch, *sizes): f"{name}[:, None]",
+        sizes: f"{name}[None, None]",
+    }
+    return f", as {ways[shape]} is" if shape in ways else ""
 
 
 def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], number: int) -> ValidatedCall:
@@ -254,6 +273,7 @@ def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], numb
         right = bias.dim() == 4 and bias.shape[3] == k.shape[1]
         if not right or any(own not in (1, size) for own, size in zip(bias.shape, sizes)):
             expected = f"(B or 1, Hq or 1, N or 1, M) = {(*sizes, k.shape[1])}"
+            expected += _how_to_widen("bias", shape_of(bias), batch, (tokens, k.shape[1]))
             raise fault(ShapeError, name, "bias", expected, shape_of(bias))
         check_device(name, "bias", bias, "q", q)
     if alibi is not None:

@@ -47,7 +47,10 @@ def check(name: str, inputs: ConvolutionInputs, options: tuple[Any, ...], _: int
         raise fault(ShapeError, name, "x", "(B, N, C) with C ≥ 1", shape_of(x))
     channels = x.shape[2]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] < 2:
-        raise fault(ShapeError, name, "weight", f"(C, K) with C = {channels} and K ≥ 2", shape_of(weight))
+        expected = f"(C, K) with C = {channels} and K ≥ 2"
+        if weight.dim() == 3 and weight.shape[:2] == (channels, 1):
+            expected += ", as weight[:, 0] of a Conv1d is"
+        raise fault(ShapeError, name, "weight", expected, shape_of(weight))
     if bias is not None:
         _check_one(name, "bias", bias, x)
         if bias.shape != (channels,):
