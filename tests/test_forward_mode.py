@@ -147,6 +147,35 @@ def test_tangents_of_other_strides(device: torch.device) -> None:
 
 
 @kernels
+def test_a_hidden_key_of_nan_reaches_no_earlier_tangent(device: torch.device) -> None:
+    """A value would, as 0 · NaN is NaN; a key that is hidden does not."""
+    (q, k, v), tangents = (draw(device, torch.float32, *[(1, 20, 2, 16)] * 3) for _ in range(2))
+    run = functools.partial(flash_attention, causal=True, return_lse=True, backend="triton")
+    expected = tangents_of(run, (q, k, v), tangents)
+    k[:, 15], tangents[1][:, 17] = torch.nan, torch.nan
+    for one, other in zip(tangents_of(run, (q, k, v), tangents), expected):
+        earlier = (slice(None), slice(None, 15)) if one.dim() == 4 else (..., slice(None, 15))
+        assert torch.equal(one[earlier], other[earlier])
+
+
+@kernels
+def test_a_sink_with_gaps(device: torch.device) -> None:
+    q, k, v = draw(device, torch.float32, *[(1, 20, 3, 16)] * 3)
+    sink = draw(device, torch.float32, (9,))[0][::3]
+
+    def run(sink: Tensor, q: Tensor, backend: str) -> Any:
+        return flash_attention(q, k.to(q.dtype), v.to(q.dtype), sink=sink, return_lse=True, backend=backend)
+
+    dsink = draw(device, torch.float32, (9,))[0][::3]
+    found = torch.func.jvp(functools.partial(run, q=q, backend="triton"), (sink,), (dsink,))[1]
+    exact = torch.func.jvp(
+        functools.partial(run, q=q.double(), backend="torch"), (sink.double(),), (dsink.double(),)
+    )[1]
+    for one, other in zip(found, exact):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@kernels
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_nothing_to_attend_with_or_to(shape: tuple[int, int, int], device: torch.device) -> None:
     batch, n, m = shape

@@ -125,6 +125,7 @@ def test_sizes_dtypes_and_gradients_vary(operator: str, calls: dict[str, list[Ca
     assert max(sizes) > 250
     assert len({tuple(call.wanted) for call in some}) > 3
     assert {call.recorded for call in some} == {True, False}
+    assert {call.forward_mode for call in some} == ({False} if operator == "tpa_decode" else {True, False})
 
 
 def test_most_calls_are_well_conditioned(calls: dict[str, list[Call]]) -> None:

@@ -70,6 +70,8 @@ class Call:
     """Seed of all numbers."""
     gradients: tuple[Array | None, ...] = ()
     """Incoming gradients; None for a result that gets none. Empty where no gradient is asked for."""
+    forward_mode: bool = False
+    """True if tensors that want a gradient have a tangent instead, and results have theirs."""
     positional: int = 0
     """The number of arguments that are given without a name."""
     recorded: bool = True
@@ -109,7 +111,10 @@ class Call:
     def name_of(self, index: int) -> str:
         """Returns what a result is called: an output, or the gradient of an argument."""
         outputs = ("output", "state" if self.operator in WITH_STATES else "lse")[: len(self.outputs)]
-        return outputs[index] if index < len(outputs) else f"gradient of {self.wanted[index - len(outputs)]}"
+        if index < len(outputs):
+            return outputs[index]
+        rest = index - len(outputs)
+        return f"tangent of {outputs[rest]}" if self.forward_mode else f"gradient of {self.wanted[rest]}"
 
 
 def make_call(operator: str, choices: Choices) -> Call:
@@ -117,13 +122,16 @@ def make_call(operator: str, choices: Choices) -> Call:
     draft = _Draft(choices)
     _MAKERS[operator](draft)
     wanted = draft.recorded and any(array.grad for array in draft.arrays.values())
+    # PyTorch gives no tangent to a tensor that is expanded.
+    forward_mode = wanted and draft.numbers == "usual" and choices.flag("forward_mode", 0.15)
     return Call(
         operator,
         draft.arrays,
         draft.options,
         tuple(draft.outputs),
         seed=choices.number("seed", range(1000), 0, 10**9),
-        gradients=draft.gradients() if wanted else (),
+        gradients=draft.gradients() if wanted and not forward_mode else (),
+        forward_mode=forward_mode,
         positional=choices.number("positional", (0, 0, 0, 2, 3, 6), 0, POSITIONAL.get(operator, 6)),
         recorded=draft.recorded,
         matmul_precision=draft.options.pop("matmul_precision", "highest"),

@@ -43,4 +43,4 @@ def _attend_rotated(qkv: Tensor, theta: Tensor, heads: int, scale: float, interl
     key_heads = (qkv.shape[2] - heads) // 2
     qk, v = qkv.split((heads + key_heads, key_heads), 2)
     q, k = reference_of("lrpe_rotate")(qk, theta, interleaved=interleaved).split((heads, key_heads), 2)
-    return reference_of("flash_attention")(q, k, v, causal=True, scale=scale)
+    return reference_of("flash_attention")(q=q, k=k, v=v, causal=True, scale=scale)

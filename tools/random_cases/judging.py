@@ -121,12 +121,42 @@ class Prepared:
         if "out" in named:
             named["out"] = self.place_for_results(given["q"])
         with _setting(self.call):
-            outputs = list(as_tuple(function_of(self.call.operator)(*first, **named)))
+            function = function_of(self.call.operator)
+            if self.call.forward_mode:
+                return self.differentiate(function, given, self.options)
+            outputs = list(as_tuple(function(*first, **named)))
             shapes = tuple(tuple(output.shape) for output in outputs)
             if shapes != self.call.outputs and not self.alone:
                 raise Failure("shape", f"of the results is {shapes}, expected {self.call.outputs}")
             incoming = [None if placed is None else placed.tensor for placed in self.gradients]
             return outputs, gradients_of(outputs, given.values(), incoming)
+
+    def differentiate(
+        self, function: Callable[..., Any], given: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns outputs of a function and their tangents, for random ones of what would want a gradient."""
+        wanted = [name for name, x in given.items() if torch.is_tensor(x) and x.requires_grad]
+        generator = torch.Generator().manual_seed(self.call.seed)
+        # PyTorch's own views of lazily negated tensors fail with a tangent.
+        primals = [given[name].detach().resolve_neg() for name in wanted]
+        tangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in primals]
+        # Of frequencies, at positions of millions, they are as small as these make it necessary.
+        sizes = [2.0**-24 if name == "theta" else 1.0 for name in wanted]
+        own = [self.arrays[name].tensor.dtype for name in wanted]  # in which they are rounded
+        tangents = [
+            (dx * size).to(dtype).to(x.device, x.dtype) for dx, size, dtype, x in zip(tangents, sizes, own, primals)
+        ]
+
+        def run(*values: Tensor) -> Any:
+            return function(**{**given, **dict(zip(wanted, values)), **options})
+
+        try:
+            found = torch.func.jvp(run, tuple(primals), tuple(tangents))
+        except BackendError as error:
+            if "forward mode" not in str(error):
+                raise
+            return self.differentiate(function, given, {**options, "backend": "auto"})
+        return list(as_tuple(found[0])), list(as_tuple(found[1]))
 
     def place_for_results(self, q: Tensor | None) -> Tensor:
         """Returns a tensor of NaN, with heads before tokens in memory and gaps between rows."""
@@ -150,6 +180,9 @@ class Prepared:
         with _setting(self.call if self.in_torch else replace(self.call, matmul_precision="highest")):
             # A matrix library may add up a batch in another order than one entry, and with larger errors.
             definition = reference_of(self.call.operator, whole=self.in_torch and dtype is None)
+            if self.call.forward_mode:
+                outputs, tangents = self.differentiate(definition, given, {})
+                return outputs + tangents
             outputs = list(as_tuple(definition(**given)))
             incoming = [
                 None if placed is None else placed.dense.to(output.dtype)
@@ -352,7 +385,7 @@ def _compare_one(call: Call, of_theta: bool, found: Tensor, exact: Tensor, eager
 
 def _check_form(call: Call, outputs: Sequence[Tensor]) -> None:
     """Check that the first output records gradients if it should, and its memory order, which `out` may decide."""
-    out, wanted = outputs[0], call.recorded and any(array.grad for array in call.arrays.values())
+    out, wanted = outputs[0], call.recorded and not call.forward_mode and any(a.grad for a in call.arrays.values())
     if out.requires_grad != wanted:
         raise Failure("requires_grad output", f"is {out.requires_grad}, expected {wanted}")
     names = ("v",) if call.operator == "delta_attention" else ("x", "q", "qkv", "aq", "bq")

@@ -209,9 +209,9 @@ _CHECKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _define(mask: BlockMask | None = None, **inputs: Any) -> Outputs:
+def _define(mask: BlockMask | Tensor | None = None, **inputs: Any) -> Outputs:
     """Returns the definition's result, which takes a mask as a matrix."""
-    return reference.flash_attention(**inputs, mask=None if mask is None else mask.dense())
+    return reference.flash_attention(**inputs, mask=mask.dense() if isinstance(mask, BlockMask) else mask)
 
 
 OPERATOR = Operator(

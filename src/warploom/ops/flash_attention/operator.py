@@ -268,7 +268,8 @@ class DualInputs(NamedTuple):
 def _forward_dual(inputs: DualInputs, _: int, options: FlashOptions, plans: Plans) -> Tensors:
     """Returns attention and lse, and their tangents."""
     mask, logits = _mask_and_logits(options, inputs, None)
-    tangents = inputs.dq, inputs.dk, inputs.dv, inputs.dsink
+    dsink = None if inputs.dsink is None else inputs.dsink.contiguous()
+    tangents = inputs.dq, inputs.dk, inputs.dv, dsink
     return engine.jvp(inputs.q, inputs.k, inputs.v, tangents, mask, options.scale, options.precision, plans, logits)
 
 
