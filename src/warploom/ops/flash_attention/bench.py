@@ -209,9 +209,11 @@ _CHECKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _define(mask: BlockMask | Tensor | None = None, **inputs: Any) -> Outputs:
+@functools.wraps(reference.flash_attention)
+def _define(*tensors: Tensor, mask: BlockMask | Tensor | None = None, **inputs: Any) -> Outputs:
     """Returns the definition's result, which takes a mask as a matrix."""
-    return reference.flash_attention(**inputs, mask=mask.dense() if isinstance(mask, BlockMask) else mask)
+    mask = mask.dense() if isinstance(mask, BlockMask) else mask
+    return reference.flash_attention(*tensors, **inputs, mask=mask)
 
 
 OPERATOR = Operator(
