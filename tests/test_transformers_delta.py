@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom.errors import ArgumentError
+from warploom.errors import ArgumentError, ShapeError
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -130,6 +130,36 @@ def test_gradients() -> None:
     for (name, one), other in zip(own.named_parameters(), ours.parameters(), strict=True):
         scale = one.grad.abs().max() + 1e-6
         assert ((one.grad - other.grad).abs().max() / scale) < 2e-3, name
+
+
+@models
+@torch.no_grad()
+def test_compiled_models(name: str) -> None:
+    """With a cache; what is compiled calls our functions, not those of the module that the layer is from."""
+    _, ours = pair_of(name)
+    ids, called = ids_of(1), torch.compile(ours, backend="aot_eager")
+    results = []
+    for model in (ours, called):
+        cache = transformers.DynamicCache(config=ours.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split((12, 1, 1), 1)]
+        results.append(torch.cat(parts, 1))
+    torch._dynamo.reset()
+    close(results[1], results[0])
+
+
+@models
+@torch.no_grad()
+def test_packed_sequences_fill_a_cache_that_no_batch_continues(name: str) -> None:
+    """It has a state for each of them, and one row of keys."""
+    _, ours = pair_of(name)
+    ids, bounds = ids_of(1), torch.tensor([0, 5, 14], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (5, 9)])[None]
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 9, "max_length_k": 9}
+    cache = transformers.DynamicCache(config=ours.config)
+    packed = ours(ids, position_ids=positions, past_key_values=cache, **lengths).logits
+    close(packed, ours(ids, position_ids=positions, use_cache=False, **lengths).logits)
+    with pytest.raises(ShapeError, match="delta_attention: initial_state must be"):
+        ours(ids[:, :1], position_ids=positions[:, -1:] + 1, past_key_values=cache)
 
 
 @torch.no_grad()

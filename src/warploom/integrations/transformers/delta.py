@@ -204,6 +204,7 @@ def _with_globals(function: Any, ours: dict[str, Any]) -> Any:
     cells = function.__closure__
     if inner is None:
         scope = {**function.__globals__, **ours}
+        scope.pop("__name__", None)  # by which PyTorch's compiler would find the module's own functions
     else:
         scope, new = function.__globals__, _with_globals(inner, ours)
         cells = tuple(CellType(new) if cell.cell_contents is inner else cell for cell in cells or ())
