@@ -251,6 +251,7 @@ LANGUAGE: dict[str, Any] = {
     "permute": Tensor.permute,
     "reshape": Tensor.reshape,
     "cumsum": _cumsum,
+    "pointer_type": lambda kind: types.SimpleNamespace(element_ty=kind),
     "trans": lambda x, *order: Tensor(x.value.permute(*order) if order else x.value.T),
     "join": lambda x, y: Tensor(torch.stack((x.value, y.value), -1)),
     "split": Tensor.split,

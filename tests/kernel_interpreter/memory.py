@@ -32,6 +32,17 @@ class Pointer:
     def __getitem__(self, index: Any) -> Pointer:
         return Pointer(self.tensor, self.offset[index])
 
+    def to(self, kind: Any, bitcast: bool = False) -> Pointer:
+        """The same address, of numbers of another kind."""
+        (dtype,) = (dtype for dtype, known in KINDS.items() if known == kind.element_ty)
+        bytes_before = (self.offset + self.tensor.storage_offset()) * self.tensor.element_size()
+        whole = self.memory()
+        size = dtype.itemsize // self.tensor.element_size() or 1
+        whole = whole[: len(whole) // size * size].view(dtype)
+        if not bitcast or bool(torch.as_tensor(raw(bytes_before) % dtype.itemsize).any()):
+            raise KernelError("an address that is not a multiple of the size of its numbers")
+        return Pointer(whole, bytes_before // dtype.itemsize)
+
     @property
     def dtype(self) -> Any:
         return types.SimpleNamespace(element_ty=KINDS[self.tensor.dtype])

@@ -53,21 +53,27 @@ def chunk_kernel(
     k_rows = tiles.head_rows(k, n, place, of_group, strides.k, config.VEC)
     q_rows = tiles.head_rows(q, n, place, of_group, strides.q, config.VEC)
     v_rows = tiles.head_rows(v, n, place, h, strides.v, config.VEC)
-    k_lengths = tiles.row_lengths(k_rows, mask, strides.k.f, config)
-    q_lengths = tiles.row_lengths(q_rows, mask, strides.q.f, config)
+    k_inverse = tiles.inverse_lengths(k_rows, mask, strides.k.f, config)
+    q_inverse = tiles.inverse_lengths(q_rows, mask, strides.q.f, config)
     b = tiles.load_beta(beta, n, mask, place, sizes)
     of_keys = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     of_queries = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    # (1) decays since the start, until the end, and over all: those of a head are the same for all features
+    if config.DECAY != "feature":
+        of_head = tiles.load_decays(decay, n, t, mask, place, sizes, config)
+        since, until, whole = tiles.decays_of_chunk(of_head, config, NARROW)
     for first in range(0, config.WIDE_D, BLOCK_D):
         f = first + tl.arange(0, BLOCK_D)
-        keys = tiles.load_encoded(k_rows, f, k_lengths, mask, position, theta, of_group, strides.k.f, sizes, config)
+        keys = tiles.load_encoded(k_rows, f, k_inverse, mask, position, theta, of_group, strides.k.f, sizes, config)
         queries = tiles.load_encoded(
-            q_rows, f, q_lengths, mask, position, theta, of_group, strides.q.f, sizes, config
+            q_rows, f, q_inverse, mask, position, theta, of_group, strides.q.f, sizes, config
         )
         keys, queries = round_to(keys, dtype), round_to(queries, dtype)
-        # (1) decays since the start, until the end, and over all
-        g = tiles.load_decays(decay, n, f, mask, place, sizes, config)
-        since, until, whole = tiles.decays_of_chunk(g, config, NARROW)
+        if config.DECAY == "feature":
+            g = tiles.load_decays(decay, n, f, mask, place, sizes, config)
+            since, until, whole = tiles.decays_of_chunk(g, config, NARROW)
+        else:
+            g = of_head
         to = tiles.work_rows(from_start, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D)
         tl.store(to, round_to(queries.to(tl.float32) * since, dtype))
         to = tiles.work_rows(until_end, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D)
@@ -78,15 +84,19 @@ def chunk_kernel(
             tl.store(tiles.work_rows(decayed, slot, h, sizes, t, f, BLOCK_T, config.WIDE_D), from_here)
         if config.DECAY == "feature":
             tl.store(kept + (slot * sizes.heads + h) * config.WIDE_D + f[None, :], whole)
-        elif config.DECAY == "head":
-            tl.store(kept + (slot * sizes.heads + h) + tl.arange(0, 1)[:, None], whole)
         # (2) A and P: pairs of keys, and of queries with keys
         of_keys, of_queries = tiles.add_pairs(of_keys, of_queries, queries, keys, g, config, NARROW)
-    g = tiles.load_decays(decay, n, tl.arange(0, BLOCK_D), mask, place, sizes, config)
-    of_keys, of_queries = tiles.decay_pairs(of_keys, of_queries, g, config, NARROW)
+    if config.DECAY == "head":
+        tl.store(kept + (slot * sizes.heads + h) + tl.arange(0, 1)[:, None], whole)
+        of_keys, of_queries = tiles.decay_pairs(of_keys, of_queries, of_head, NARROW)
+    of_keys = tl.where(t[:, None] > t[None, :], of_keys, 0.0)
+    of_queries = tl.where(t[:, None] >= t[None, :], of_queries, 0.0)
+    # (3) T = (1 + β A)⁻¹, with the place of P for what threads give each other
+    place_of_scores = scores + (slot * sizes.heads + h) * (BLOCK_T * BLOCK_T)
+    scratch = place_of_scores.to(tl.pointer_type(tl.float32), bitcast=True)
+    solution = tiles.invert(of_keys * b[:, None], scratch, BLOCK_T, config.LEVELS)
+    tl.debug_barrier()
     tl.store(tiles.work_rows(scores, slot, h, sizes, t, t, BLOCK_T, BLOCK_T), round_to(of_queries, dtype))
-    # (3) T = (1 + β A)⁻¹
-    solution = tiles.invert(of_keys * b[:, None], BLOCK_T, config.LEVELS)
     if inverse is not None:
         to = tiles.work_rows(inverse, slot, h, sizes, t, t, 2 * BLOCK_T, BLOCK_T)
         tl.store(to, round_to(solution, dtype))

@@ -33,8 +33,8 @@ def encode_kernel(
     position = wrapping_add(n, place.position)
     f = tl.arange(0, config.BLOCK_D)
     mask = n < place.last
-    lengths = tiles.row_lengths(rows, mask, strides.x.f, config)
-    found = tiles.load_encoded(rows, f, lengths, mask, position, theta, place.h, strides.x.f, sizes, config)
+    inverse = tiles.inverse_lengths(rows, mask, strides.x.f, config)
+    found = tiles.load_encoded(rows, f, inverse, mask, position, theta, place.h, strides.x.f, sizes, config)
     to = tiles.head_rows(encoded, n, place, place.h, strides.encoded, config.VEC)
     owned = tiles.owned_rows(n, place, sizes)
     tiles.store_features(to, found, f, owned, strides.encoded.f, config.D, config.UNIT)
@@ -60,12 +60,11 @@ def decode_kernel(
         total += tiles.load_features(rows, f, mask, strides.grads.f, config.D, config.UNIT).to(tl.float32)
     if config.NORMALIZE:
         rows = tiles.head_rows(x, n, place, place.h, strides.x, config.VEC)
-        plain = tiles.load_features(rows, f, mask, strides.x.f, config.D, config.UNIT).to(tl.float32)
+        inverse = tiles.inverse_lengths(rows, mask, strides.x.f, config)
         rows = tiles.head_rows(encoded, n, place, place.h, strides.encoded, config.VEC)
         unit = tiles.load_features(rows, f, mask, strides.encoded.f, config.D, config.UNIT).to(tl.float32)
-        length = tl.sqrt_rn(tl.sum(plain * plain, axis=1) + tiles.EPSILON)[:, None]
         total -= unit * tl.sum(unit * total, axis=1)[:, None]
-        total = tl.div_rn(total, length + tl.zeros(total.shape, tl.float32))
+        total *= inverse[:, None]
     to = tiles.head_rows(dx, n, place, place.h, dx_strides, config.VEC)
     owned = tiles.owned_rows(n, place, sizes)
     tiles.store_features(to, total, f, owned, dx_strides.f, config.D, config.UNIT)

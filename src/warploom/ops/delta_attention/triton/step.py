@@ -61,13 +61,13 @@ def step_kernel(
         k_rows = tiles.head_rows(k, n, place, of_keys, strides.k, config.VEC)
         q_rows = tiles.head_rows(q, n, place, of_keys, strides.q, config.VEC)
         v_rows = tiles.head_rows(v, n, place, h, strides.v, config.VEC)
-        lengths = tiles.row_lengths(k_rows, mask, strides.k.f, config)
+        inverse = tiles.inverse_lengths(k_rows, mask, strides.k.f, config)
         key = tl.trans(
-            tiles.load_encoded(k_rows, f, lengths, mask, position, theta, of_keys, strides.k.f, sizes, config)
+            tiles.load_encoded(k_rows, f, inverse, mask, position, theta, of_keys, strides.k.f, sizes, config)
         )
-        lengths = tiles.row_lengths(q_rows, mask, strides.q.f, config)
+        inverse = tiles.inverse_lengths(q_rows, mask, strides.q.f, config)
         query = tl.trans(
-            tiles.load_encoded(q_rows, f, lengths, mask, position, theta, of_keys, strides.q.f, sizes, config)
+            tiles.load_encoded(q_rows, f, inverse, mask, position, theta, of_keys, strides.q.f, sizes, config)
         )
         value = tiles.load_features(v_rows, e, mask, strides.v.f, config.E, config.UNIT).to(tl.float32)
         b = tiles.load_beta(beta, n, mask, place, sizes)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import cos_sin, phase_step
-from warploom.device.product import dot, dot_of_terms, find_scale, round_to, terms_of
+from warploom.device.product import dot, dot_of_terms, find_scale, product, round_to
 
 SUBSTITUTED = tl.constexpr(16)
 """Rows of the blocks that are inverted by substitution."""
@@ -113,8 +113,8 @@ def work_rows(ptr, slot, h, sizes, rows, first, BLOCK_T: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def row_lengths(rows, mask, stride, config: tl.constexpr):
-    """Returns the lengths (T,) by which rows are divided: 1 where they are not."""
+def inverse_lengths(rows, mask, stride, config: tl.constexpr):
+    """Returns the inverse lengths (T,) of rows, by which they are normalized: 1 where they are not."""
     squares = tl.zeros((rows.shape[0],), tl.float32)
     if config.NORMALIZE:
         for first in range(0, config.D, config.BLOCK_D):
@@ -124,11 +124,11 @@ def row_lengths(rows, mask, stride, config: tl.constexpr):
         squares += EPSILON
     else:
         squares += 1.0
-    return tl.sqrt_rn(squares)
+    return tl.div_rn(tl.full((rows.shape[0],), 1.0, tl.float32), tl.sqrt_rn(squares))
 
 
 @triton.jit
-def load_encoded(rows, f, lengths, mask, position, theta, h, stride, sizes, config: tl.constexpr):
+def load_encoded(rows, f, inverse, mask, position, theta, h, stride, sizes, config: tl.constexpr):
     """Returns features ``f`` of rows in float32, normalized and rotated at positions (T,), 0 where there are none."""
     x = load_features(rows, f, mask, stride, config.D, config.UNIT).to(tl.float32)
     if config.KIND != "none":
@@ -150,7 +150,7 @@ def load_encoded(rows, f, lengths, mask, position, theta, h, stride, sizes, conf
         cosine, sine = cos_sin(position[:, None], step, NARROW)
         x = x * cosine + tl.where(is_first[None, :], -partner, partner) * sine
     if config.NORMALIZE:
-        x = tl.div_rn(x, lengths[:, None] + tl.zeros(x.shape, tl.float32))
+        x *= inverse[:, None]
     return x
 
 
@@ -192,10 +192,24 @@ def multiply(a, b, acc, dtype: tl.constexpr):
 
 
 @triton.jit
+def exact_terms(x):
+    """Returns a float32 tile as a sum of three bfloat16 terms, the largest first, that hold all of its bits.
+
+    Each is cut off, not rounded: this takes the whole numbers' units, of which there are more than of converting ones.
+    """
+    terms = ()
+    for _ in tl.static_range(3):
+        bits = x.to(tl.int32, bitcast=True)
+        terms += ((bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
+        x -= (bits & -65536).to(tl.float32, bitcast=True)
+    return terms
+
+
+@triton.jit
 def sum_rows(chosen, x):
     """Returns the sums (T, F) of the rows of ``x`` that are ``chosen`` (T, T), to float32's accuracy."""
     ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
-    terms = terms_of(x, 3)
+    terms = exact_terms(x)
     total = tl.zeros(x.shape, tl.float32)
     for i in tl.static_range(3):  # the smallest first
         total = dot_of_terms((ones,), (terms[2 - i],), 0, 0, total)
@@ -225,16 +239,6 @@ def load_decays(decay, n, f, mask, place, sizes, config: tl.constexpr):
 
 
 @triton.jit
-def sum_decays(chosen, g, config: tl.constexpr):
-    """Returns for each token the sums of the logarithms that are ``chosen`` (T, T): (T, 1) of a head, or (T, F)."""
-    if config.DECAY == "feature":
-        total = sum_rows(chosen, g)
-    else:
-        total = tl.sum(tl.where(chosen, g[None, :], 0.0), axis=1)[:, None]
-    return total
-
-
-@triton.jit
 def decays_of_chunk(g, config: tl.constexpr, NARROW: tl.constexpr):
     """Returns the decays of a chunk from its start to each token, from each token to its end, and over all of it.
 
@@ -242,13 +246,16 @@ def decays_of_chunk(g, config: tl.constexpr, NARROW: tl.constexpr):
     (T, F) and (1, F).
     """
     t = tl.arange(0, config.BLOCK_T)
-    since = exp(sum_decays(t[None, :] <= t[:, None], g, config), NARROW)
-    until = exp(sum_decays(t[None, :] > t[:, None], g, config), NARROW)
+    behind = t[None, :] > t[:, None]
     if config.DECAY == "feature":
-        whole = exp(tl.sum(g, axis=0)[None, :], False)
+        since = sum_rows(t[None, :] <= t[:, None], g)
+        until = sum_rows(behind, g)
+        whole = tl.sum(g, axis=0)[None, :]
     else:
-        whole = exp(tl.sum(tl.where(t[None, :] >= 0, g[None, :], 0.0), axis=1)[:, None], False)
-    return since, until, whole
+        since = tl.cumsum(g, axis=0)[:, None]
+        until = tl.sum(tl.where(behind, g[None, :], 0.0), axis=1)[:, None]
+        whole = tl.sum(g, axis=0) + tl.zeros((1, 1), tl.float32)
+    return exp(since, NARROW), exp(until, NARROW), exp(whole, False)
 
 
 @triton.jit
@@ -259,15 +266,10 @@ def decays_between(g, NARROW: tl.constexpr):
     decays leave no rounding in the sums of weak ones behind them.
     """
     coarse = tl.floor(g * STEPS) / STEPS
-    fine = g - coarse
+    coarse_sums, fine_sums = tl.cumsum(coarse, axis=0), tl.cumsum(g - coarse, axis=0)
+    between = (coarse_sums[:, None] - coarse_sums[None, :]) + (fine_sums[:, None] - fine_sums[None, :])
     t = tl.arange(0, g.shape[0])
-    upto = t[None, :] <= t[:, None]
-    coarse_rows = tl.sum(tl.where(upto, coarse[None, :], 0.0), axis=1)
-    coarse_columns = tl.sum(tl.where(t[:, None] <= t[None, :], coarse[:, None], 0.0), axis=0)
-    fine_rows = tl.sum(tl.where(upto, fine[None, :], 0.0), axis=1)
-    fine_columns = tl.sum(tl.where(t[:, None] <= t[None, :], fine[:, None], 0.0), axis=0)
-    between = (coarse_rows[:, None] - coarse_columns[None, :]) + (fine_rows[:, None] - fine_columns[None, :])
-    return exp(tl.where(upto, between, 0.0), NARROW)
+    return exp(tl.where(t[None, :] <= t[:, None], between, 0.0), NARROW)
 
 
 @triton.jit
@@ -322,35 +324,51 @@ def add_pairs(of_keys, of_queries, queries, keys, g, config: tl.constexpr, NARRO
 
 
 @triton.jit
-def decay_pairs(of_keys, of_queries, g, config: tl.constexpr, NARROW: tl.constexpr):
-    """Returns pairs (T, T) over the decays of a head: of keys below the diagonal, of queries with it too."""
-    t = tl.arange(0, config.BLOCK_T)
-    if config.DECAY == "head":
-        between = decays_between(g, NARROW)
-        of_keys *= between
-        of_queries *= between
-    of_keys = tl.where(t[:, None] > t[None, :], of_keys, 0.0)
-    of_queries = tl.where(t[:, None] >= t[None, :], of_queries, 0.0)
-    return of_keys, of_queries
+def decay_pairs(of_keys, of_queries, g, NARROW: tl.constexpr):
+    """Returns pairs (T, T) of keys, and of queries with keys, over the decays of a head between them."""
+    between = decays_between(g, NARROW)
+    return of_keys * between, of_queries * between
 
 
 @triton.jit
-def invert(lower, BLOCK_T: tl.constexpr, LEVELS: tl.constexpr):
-    """Returns the inverse (T, T) of ``1 + lower``, which is strictly lower triangular, in float32.
+def invert_blocks(lower, scratch, BLOCK_T: tl.constexpr):
+    """Returns the inverses of the blocks of `SUBSTITUTED` rows on the diagonal of ``1 + lower``, 0 elsewhere.
 
-    Blocks of `SUBSTITUTED` rows on the diagonal are inverted by substitution, all at once, and then merged two by two:
-    ``[[A, 0], [C, B]]`` has the inverse ``[[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]``.
+    Every column of an inverse follows from itself alone, row by row. A thread has one of them, and reads the block's
+    factors from ``scratch``, `SUBSTITUTED` float32 numbers for each row of the tile, which it overwrites.
     """
+    SIZE: tl.constexpr = SUBSTITUTED
     t = tl.arange(0, BLOCK_T)
     row, column = t[:, None], t[None, :]
-    block = row // SUBSTITUTED == column // SUBSTITUTED
-    x = tl.where(row == column, 1.0, 0.0)
-    for i in range(SUBSTITUTED - 1):
-        factors = tl.sum(tl.where(block & (column % SUBSTITUTED == i), lower, 0.0), axis=1)
-        known = tl.sum(tl.where(block & (row % SUBSTITUTED == i), x, 0.0), axis=0)
-        x -= tl.where(block, factors[:, None] * known[None, :], 0.0)
+    block = row // SIZE == column // SIZE
+    ptrs = scratch + (row * SIZE + column % SIZE)
+    tl.store(ptrs, lower, mask=block)
+    tl.debug_barrier()
+    own = scratch + t // SIZE * (SIZE * SIZE)
+    found = ()
+    for i in tl.static_range(SIZE):
+        x = tl.where(t % SIZE == i, 1.0, 0.0)
+        for j in tl.static_range(i):
+            x -= tl.load(own + (i * SIZE + j)) * found[j]
+        found += (x,)
+    tl.debug_barrier()
+    for i in tl.static_range(SIZE):
+        tl.store(own + (i * SIZE + t % SIZE), found[i])
+    tl.debug_barrier()
+    return tl.load(ptrs, mask=block, other=0.0)
+
+
+@triton.jit
+def invert(lower, scratch, BLOCK_T: tl.constexpr, LEVELS: tl.constexpr):
+    """Returns the inverse (T, T) of ``1 + lower``, which is strictly lower triangular, in float32.
+
+    Blocks on the diagonal are inverted by substitution (`invert_blocks`), and then merged two by two:
+    ``[[A, 0], [C, B]]`` has the inverse ``[[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]``.
+    """
+    x = invert_blocks(lower, scratch, BLOCK_T)
     zeros = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for level in tl.static_range(4, LEVELS):
-        between = tl.where(across_middle(level, BLOCK_T), lower, 0.0)
-        x -= dot(dot(x, between, zeros), x, zeros)
+        known = exact_terms(x)
+        between = exact_terms(tl.where(across_middle(level, BLOCK_T), lower, 0.0))
+        x -= product(exact_terms(product(known, between, zeros, "3-term")), known, zeros, "3-term")
     return x
