@@ -114,16 +114,17 @@ def test_packed_sequences_are_each_alone(given: bool, backend: str, device: torc
 
 
 @needs_triton
-def test_random_cases(device: torch.device) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_random_cases(part: int, device: torch.device) -> None:
     """Sizes and options at random, forward and backward, against float64."""
-    generator = seeds.generator(12)
+    generator = seeds.generator(120 + part)
 
     def one_of(*options: Any) -> Any:
         return options[int(torch.randint(len(options), (), generator=generator))]
 
-    for _ in range(60 if device.type == "cuda" else 6):
+    for _ in range(8):
         case = {
-            "batch": one_of(1, 3), "n": one_of(1, 2, 3, 31, 64, 65, 130), "channels": one_of(1, 7, 64, 130),
+            "batch": one_of(1, 3), "n": one_of(1, 2, 3, 31, 64, 65, 130), "channels": one_of(3, 7, 64, 130),
             "taps": one_of(2, 3, 4, 4, 5, 8), "dtype": one_of("float32", "bfloat16", "float16"),
             "activation": one_of("none", "silu"), "bias": one_of(True, False), "layout": one_of("bnc", "bcn"),
             "initial_state": one_of(True, False), "return_state": one_of(True, False),

@@ -69,7 +69,6 @@ OPERATOR = Operator(
     make_inputs=make_inputs,
     check_cases=tuple({**_SMALL, **change} for change in _CHECKS),
     autocasts=("x",),
-    spills={"backward_kernel": 128},  # of eight taps
 )
 OPERATORS = (OPERATOR,)
 

@@ -17,8 +17,9 @@ from warploom.ops.short_convolution.triton import (
     ConvolutionConfig,
     ConvolutionSizes,
     TapStrides,
-    backward_kernel,
     forward_kernel,
+    input_kernel,
+    preactivation_kernel,
 )
 from warploom.runtime.launch import Buffer, Launch
 from warploom.runtime.layout import layout_for
@@ -28,9 +29,13 @@ from warploom.runtime.plans import Plans
 Tensor = torch.Tensor
 
 ELEMENTS = 2048
-"""Elements of a tile, which the backward gives twice the threads, for its registers."""
+"""Elements of a tile."""
 TOKENS = 32
-"""Tokens of a tile, unless there is one alone."""
+"""Tokens of a step, unless there is one alone."""
+MOST_STEPS = 16
+"""Steps of a program, at most: it loads weights, and adds up their gradients, once for all."""
+LEAST_PROGRAMS = 1024
+"""Programs of a launch whose steps are fewer than that, where there are so many."""
 
 
 class ConvolutionForward(NamedTuple):
@@ -46,8 +51,10 @@ class ConvolutionBackward(NamedTuple):
 
     dx: Buffer
     dinitial: Buffer | None
+    dz: Buffer | None  # None where it is the output's gradient
     sums: Buffer | None  # (tiles, K + 1, C): shares of the gradients of weights, and last of the bias
-    launch: Launch
+    preactivation: Launch | None
+    input: Launch
 
 
 def forward(inputs: ConvolutionInputs, options: ConvolutionOptions, plans: Plans) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +70,7 @@ def plan_forward(inputs: ConvolutionInputs, options: ConvolutionOptions) -> Conv
     """Plans `forward`."""
     out = layout_of(inputs.x, inputs.x.shape[2])
     final = Buffer.rows(inputs.state_shape, inputs.x.dtype) if options.return_state else None
-    programs, arguments = arguments_of(inputs, options, {"x": inputs.x, "out": out}, final, final, backward=False)
+    programs, arguments = arguments_of(inputs, options, {"x": inputs.x, "out": out}, final, final)
     launch = Launch(forward_kernel, programs, takes=(*_TAKES, "out", "final"), **arguments)
     return ConvolutionForward(Buffer.like(out), final, launch)
 
@@ -76,11 +83,12 @@ def backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
     plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
-    x, weight, bias, _, _ = inputs
+    x, weight, bias, _, cu_seqlens = inputs
     dx = plan.dx.empty(x)
-    dinitial = None if plan.dinitial is None else plan.dinitial.empty(x)
-    sums = None if plan.sums is None else plan.sums.empty(x)
-    plan.launch(*inputs, grad, grad_state, dx, dinitial, sums)
+    dz, dinitial, sums = (None if b is None else b.empty(x) for b in (plan.dz, plan.dinitial, plan.sums))
+    if plan.preactivation is not None:
+        plan.preactivation(*inputs, grad, dz, sums)
+    plan.input(weight, cu_seqlens, grad if dz is None else dz, grad_state, dx, dinitial)
     if sums is None:
         return dx, None, None, dinitial
     dweight = sums[:, :-1].sum(0).mT.to(weight.dtype).contiguous() if wanted[1] else None
@@ -98,19 +106,26 @@ def plan_backward(
     dinitial = None
     if wanted[3] and initial is not None:
         dinitial = Buffer.rows(inputs.state_shape, initial.dtype)
-    rows = {"x": x, "grad": grad, "dx": dx}
-    programs, arguments = arguments_of(inputs, options, rows, grad_state, dinitial, backward=True)
+    dz = None if options.activation == "none" else dx
+    preactivation = sums = None
+    if wanted[1] or wanted[2] or dz is not None:
+        rows = {"x": x, "grad": grad, "dz": grad if dz is None else dz}
+        programs, arguments = arguments_of(inputs, options, rows, None, None)
+        preactivation = Launch(preactivation_kernel, programs, takes=(*_TAKES, "grad", "dz", "sums"), **arguments)
+        if wanted[1] or wanted[2]:
+            tiles = arguments["sizes"].all_tiles
+            sums = Buffer.rows((tiles, weight.shape[1] + 1, x.shape[2]), torch.float32)
+    rows = {"dz": grad if dz is None else dz, "dx": dx}
+    programs, arguments = arguments_of(inputs, options, rows, grad_state, dinitial)
     launch = Launch(
-        backward_kernel,
+        input_kernel,
         programs,
-        takes=(*_TAKES, "grad", "grad_final", "dx", "dinitial", "sums"),
+        takes=("weight", "cu_seqlens", "dz", "grad_final", "dx", "dinitial"),
         dinitial_strides=state_strides(dinitial),
         **arguments,
     )
-    sums = None
-    if wanted[1] or wanted[2]:
-        sums = Buffer.rows((arguments["sizes"].all_tiles, weight.shape[1] + 1, x.shape[2]), torch.float32)
-    return ConvolutionBackward(Buffer.like(dx), dinitial, sums, launch)
+    dz_buffer = None if dz is None else Buffer.like(dz)
+    return ConvolutionBackward(Buffer.like(dx), dinitial, dz_buffer, sums, preactivation, launch)
 
 
 _TAKES = ("x", "weight", "bias", "initial", "cu_seqlens")
@@ -125,7 +140,7 @@ def state_strides(state: Tensor | Buffer | None) -> TapStrides:
 
 def arguments_of(
     inputs: ConvolutionInputs, options: ConvolutionOptions, rows: dict[str, Tensor],
-    final: Tensor | Buffer | None, written: Buffer | None, *, backward: bool,
+    final: Tensor | Buffer | None, written: Buffer | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """Returns the programs of a launch, and what it is given by name.
 
@@ -135,7 +150,6 @@ def arguments_of(
         rows: Tensors (B, N, C) by name.
         final: The last states, or their gradient.
         written: States that are written, by programs of their own.
-        backward: True for the backward.
     """
     x, weight, bias, initial, cu_seqlens = inputs
     batch, tokens, channels = x.shape
@@ -143,10 +157,13 @@ def arguments_of(
     axis = "c" if layout.unit else "n" if all(t.stride(1) == 1 for t in rows.values()) else ""
     block_t = 1 if tokens == 1 else TOKENS
     block_c = min(max(ELEMENTS // block_t, 64), triton.next_power_of_2(channels), 512)
-    tiles, blocks = -(-tokens // block_t), -(-channels // block_c)
+    blocks, count = -(-channels // block_c), -(-tokens // block_t)
+    steps = max(min(batch * count * blocks // LEAST_PROGRAMS, count, MOST_STEPS), 1)
+    tiles = -(-count // steps)
     sizes = ConvolutionSizes(
         tokens=tokens,
         tiles=tiles,
+        steps=steps,
         all_tiles=batch * tiles,
         blocks=blocks,
         sequences=inputs.sequences,
@@ -168,4 +185,4 @@ def arguments_of(
         BLOCK_K=triton.next_power_of_2(weight.shape[1] - 1),
     )
     programs = (batch * tiles + (0 if written is None else inputs.sequences)) * blocks
-    return programs, {"sizes": sizes, "config": config, "num_warps": 8 if backward else 4, **layout.of(*rows)}
+    return programs, {"sizes": sizes, "config": config, **layout.of(*rows)}

@@ -2,9 +2,9 @@
 
 An output is a sum over ``K`` taps: tap ``j`` is the input ``j`` tokens earlier, loaded anew for each tap, which a
 GPU's first cache serves. With ``z_n = b + Σ_j w_{K−1−j} x_{n−j}`` and ``dz = f'(z) dy``, the backward is
-``dx_n = Σ_j w_{K−1−j} dz_{n+j}``, ``dw_{K−1−j} = Σ_n dz_n x_{n−j}`` and ``db = Σ_n dz_n``, where ``z`` is
-computed again at each of these ``n + j``. Inputs before the first token are the first state's, and the last state
-is the last ``K − 1`` inputs.
+``dw_{K−1−j} = Σ_n dz_n x_{n−j}`` and ``db = Σ_n dz_n``, in a kernel that writes ``dz``, and
+``dx_n = Σ_j w_{K−1−j} dz_{n+j}`` in another. Inputs before the first token are the first state's, and the last
+state is the last ``K − 1`` inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ConvolutionSizes(NamedTuple):
     """Sizes and strides that are numbers of a call."""
 
     tokens: tl.int32
-    tiles: tl.int32  # of a batch entry
+    tiles: tl.int32  # of a batch entry, each of several steps
+    steps: tl.int32  # of a tile
     all_tiles: tl.int32
     blocks: tl.int32  # of channels
     sequences: tl.int32
@@ -92,10 +93,10 @@ def find_sequences(b, n, exists, sequence, cu_seqlens, sizes):
 
 
 @triton.jit
-def find_rows(tile, cu_seqlens, sizes, config: tl.constexpr):
-    """Returns the rows of a tile of tokens."""
+def find_rows(tile, step, cu_seqlens, sizes, config: tl.constexpr):
+    """Returns the rows of a step of a tile of tokens."""
     b = tile // sizes.tiles
-    n = (tile - b * sizes.tiles) * config.BLOCK_T + tl.arange(0, config.BLOCK_T)
+    n = ((tile - b * sizes.tiles) * sizes.steps + step) * config.BLOCK_T + tl.arange(0, config.BLOCK_T)
     exists = n < sizes.tokens
     sequence = tl.zeros_like(n) + b
     if cu_seqlens is not None:
@@ -150,23 +151,40 @@ def load_inputs(tensors, rows, n, c, sizes, strides, config: tl.constexpr):
 
 
 @triton.jit
-def load_weight(tensors, c, j: tl.constexpr, sizes, config: tl.constexpr):
-    """Returns the weights (1, C) of the inputs ``j`` tokens earlier."""
-    ptrs = tensors.weight + c.to(tl.int64) * sizes.weight_c + (config.TAPS - 1 - j) * sizes.weight_k
-    return tl.load(ptrs, mask=c < config.CHANNELS, other=0.0).to(tl.float32)[None, :]
+def load_weights(weight, c, sizes, config: tl.constexpr):
+    """Returns the weights of a tile's channels, (1, C) for each tap, the earliest first."""
+    weights = ()
+    for i in tl.static_range(config.TAPS):
+        ptrs = weight + c.to(tl.int64) * sizes.weight_c + i * sizes.weight_k
+        weights += (tl.load(ptrs, mask=c < config.CHANNELS, other=0.0).to(tl.float32)[None, :],)
+    return weights
 
 
 @triton.jit
-def convolve(tensors, rows, n, c, sizes, strides, config: tl.constexpr):
-    """Returns ``z`` (R, C) of tokens ``n``."""
-    TAPS: tl.constexpr = config.TAPS
-    z = tl.zeros([n.shape[0], c.shape[0]], tl.float32)
-    if tensors.bias is not None:
-        ptrs = tensors.bias + c.to(tl.int64) * sizes.bias_c
-        z += tl.load(ptrs, mask=c < config.CHANNELS, other=0.0).to(tl.float32)[None, :]
-    for i in tl.static_range(TAPS):
-        x = load_inputs(tensors, rows, n - (TAPS - 1 - i), c, sizes, strides, config)
-        z += x * load_weight(tensors, c, TAPS - 1 - i, sizes, config)
+def load_taps(tensors, rows, n, c, sizes, strides, config: tl.constexpr):
+    """Returns the inputs of tokens ``n``, (R, C) for each tap, the earliest first."""
+    inputs = ()
+    for i in tl.static_range(config.TAPS):
+        inputs += (load_inputs(tensors, rows, n - (config.TAPS - 1 - i), c, sizes, strides, config),)
+    return inputs
+
+
+@triton.jit
+def load_shift(bias, c, sizes, config: tl.constexpr):
+    """Returns the bias (1, C) of a tile's channels, 0 without one."""
+    shift = tl.zeros((1, c.shape[0]), tl.float32)
+    if bias is not None:
+        ptrs = bias + c.to(tl.int64) * sizes.bias_c
+        shift += tl.load(ptrs, mask=c < config.CHANNELS, other=0.0).to(tl.float32)[None, :]
+    return shift
+
+
+@triton.jit
+def add_taps(inputs, weights, shift):
+    """Returns ``z`` (R, C) of the inputs that `load_taps` returns."""
+    z = tl.zeros(inputs[0].shape, tl.float32) + shift
+    for i in tl.static_range(len(inputs)):
+        z += inputs[i] * weights[i]
     return z
 
 
@@ -182,12 +200,15 @@ def forward_kernel(
     c = (program - tile * sizes.blocks) * config.BLOCK_C + tl.arange(0, config.BLOCK_C)
     tensors = ConvolutionTensors(x, weight, bias, initial)
     if tile < sizes.all_tiles:
-        rows = find_rows(tile, cu_seqlens, sizes, config)
-        y = activate(convolve(tensors, rows, rows.n, c, sizes, x_strides, config), ACTIVATION)
-        y = tl.where(rows.used[:, None], y, 0.0)
-        ptrs = token_pointers(out, rows, rows.n, c, out_strides, config)
-        inside = (rows.n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(ptrs, round_to(y, out.dtype.element_ty), mask=inside)
+        weights, shift = load_weights(weight, c, sizes, config), load_shift(bias, c, sizes, config)
+        for step in range(sizes.steps):
+            rows = find_rows(tile, step, cu_seqlens, sizes, config)
+            inputs = load_taps(tensors, rows, rows.n, c, sizes, x_strides, config)
+            y = activate(add_taps(inputs, weights, shift), ACTIVATION)
+            y = tl.where(rows.used[:, None], y, 0.0)
+            ptrs = token_pointers(out, rows, rows.n, c, out_strides, config)
+            inside = (rows.n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
+            tl.store(ptrs, round_to(y, out.dtype.element_ty), mask=inside)
     elif final is not None:
         states = find_state_rows(tile - sizes.all_tiles, cu_seqlens, sizes, config)
         last = load_inputs(tensors, states, states.end - (config.TAPS - 1) + states.n, c, sizes, x_strides, config)
@@ -196,82 +217,86 @@ def forward_kernel(
         tl.store(state_ptrs, round_to(last, final.dtype.element_ty), mask=state_inside)
 
 
-class OutputGradients(NamedTuple):
-    """Gradients that come in."""
-
-    grad: tl.tensor
-    final: tl.tensor | None
-
-
 @triton.jit
-def load_dz(tensors, grads, rows, n, c, sizes, strides, grad_strides, config: tl.constexpr):
-    """Returns ``dz`` (R, C) of tokens ``n``, 0 outside of the rows' own sequences."""
-    ACTIVATION: tl.constexpr = config.ACTIVATION
-    dz = load_rows(grads.grad, rows, n, c, grad_strides, config)
-    if ACTIVATION != "none":
-        z = convolve(tensors, rows, n, c, sizes, strides, config)
-        inside = rows.used & (n >= rows.start) & (n < rows.end)
-        dz = tl.where(inside[:, None], activate_backward(z, dz, ACTIVATION), 0.0)
-    return dz
-
-
-@triton.jit
-def differentiate_input(
-    tensors, grads, rows, n, c, own, sizes, strides, grad_strides, config: tl.constexpr
+def preactivation_kernel(
+    x, weight, bias, initial, cu_seqlens, grad, dz, sums, sizes: ConvolutionSizes, x_strides: Strides,
+    grad_strides: Strides, dz_strides: Strides, config: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient (R, C) of inputs ``n``, given ``dz`` of these tokens themselves."""
+    """Writes a tile of ``dz`` a program, if that is not ``grad``, and its shares of ``dw`` and ``db``.
+
+    These go to ``sums`` (tiles, K + 1, C), if there is such a tensor.
+    """
     TAPS: tl.constexpr = config.TAPS
-    dx = own * load_weight(tensors, c, 0, sizes, config)
-    for j in tl.static_range(1, TAPS):
-        dz = load_dz(tensors, grads, rows, n + j, c, sizes, strides, grad_strides, config)
-        dx += dz * load_weight(tensors, c, j, sizes, config)
-    if grads.final is not None:
+    ACTIVATION: tl.constexpr = config.ACTIVATION
+    program = tl.program_id(0)
+    tile = program // sizes.blocks
+    c = (program - tile * sizes.blocks) * config.BLOCK_C + tl.arange(0, config.BLOCK_C)
+    tensors = ConvolutionTensors(x, weight, bias, initial)
+    weights, shift = load_weights(weight, c, sizes, config), load_shift(bias, c, sizes, config)
+    of_bias = tl.zeros((config.BLOCK_T, config.BLOCK_C), tl.float32)
+    of_taps = ()
+    for _ in tl.static_range(TAPS):
+        of_taps += (of_bias,)
+    for step in range(sizes.steps):
+        rows = find_rows(tile, step, cu_seqlens, sizes, config)
+        gradient = load_rows(grad, rows, rows.n, c, grad_strides, config)
+        inputs = load_taps(tensors, rows, rows.n, c, sizes, x_strides, config)
+        if ACTIVATION != "none":
+            gradient = activate_backward(add_taps(inputs, weights, shift), gradient, ACTIVATION)
+            gradient = tl.where(rows.used[:, None], gradient, 0.0)
+            ptrs = token_pointers(dz, rows, rows.n, c, dz_strides, config)
+            inside = (rows.n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
+            tl.store(ptrs, round_to(gradient, dz.dtype.element_ty), mask=inside)
+        if sums is not None:
+            of_bias += gradient
+            following = ()
+            for i in tl.static_range(TAPS):
+                following += (of_taps[i] + gradient * inputs[i],)
+            of_taps = following
+    if sums is not None:
+        sum_ptrs = sums + tile.to(tl.int64) * ((TAPS + 1) * config.CHANNELS) + c
+        tl.store(sum_ptrs + TAPS * config.CHANNELS, tl.sum(of_bias, axis=0), mask=c < config.CHANNELS)
+        for i in tl.static_range(TAPS):
+            tl.store(sum_ptrs + i * config.CHANNELS, tl.sum(of_taps[i], axis=0), mask=c < config.CHANNELS)
+
+
+@triton.jit
+def differentiate_inputs(weights, dz, grad_final, rows, n, c, sizes, strides, config: tl.constexpr):
+    """Returns the gradient (R, C) of inputs ``n``."""
+    TAPS: tl.constexpr = config.TAPS
+    dx = tl.zeros([n.shape[0], c.shape[0]], tl.float32)
+    for j in tl.static_range(TAPS):
+        dx += load_rows(dz, rows, n + j, c, strides, config) * weights[TAPS - 1 - j]
+    if grad_final is not None:
         k = n - rows.end + (TAPS - 1)
         inside = (rows.used & (k >= 0) & (n < rows.end))[:, None] & (c < config.CHANNELS)[None, :]
-        ptrs = state_pointers(grads.final, rows, k, c, sizes.final)
+        ptrs = state_pointers(grad_final, rows, k, c, sizes.final)
         dx += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     return dx
 
 
 @triton.jit
-def backward_kernel(
-    x, weight, bias, initial, cu_seqlens, grad, grad_final, dx, dinitial, sums, sizes: ConvolutionSizes,
-    x_strides: Strides, grad_strides: Strides, dx_strides: Strides, dinitial_strides: TapStrides,
-    config: tl.constexpr,
+def input_kernel(
+    weight, cu_seqlens, dz, grad_final, dx, dinitial, sizes: ConvolutionSizes, dz_strides: Strides,
+    dx_strides: Strides, dinitial_strides: TapStrides, config: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of ``dx`` a program, and its shares of ``dw`` and ``db`` to ``sums`` (tiles, K + 1, C).
-
-    Programs behind those write the gradient of the first state of a sequence.
-    """
+    """Writes a tile of ``dx`` a program, and then the gradient of the first state of a sequence."""
     TAPS: tl.constexpr = config.TAPS
     program = tl.program_id(0)
     tile = program // sizes.blocks
     c = (program - tile * sizes.blocks) * config.BLOCK_C + tl.arange(0, config.BLOCK_C)
-    tensors = ConvolutionTensors(x, weight, bias, initial)
-    grads = OutputGradients(grad, grad_final)
+    weights = load_weights(weight, c, sizes, config)
     if tile < sizes.all_tiles:
-        rows = find_rows(tile, cu_seqlens, sizes, config)
-        n = rows.n
-        dz = load_dz(tensors, grads, rows, n, c, sizes, x_strides, grad_strides, config)
-        if sums is not None:
-            ptrs = sums + tile.to(tl.int64) * ((TAPS + 1) * config.CHANNELS) + c
-            tl.store(ptrs + TAPS * config.CHANNELS, tl.sum(dz, axis=0), mask=c < config.CHANNELS)
-            for j in tl.static_range(TAPS):
-                products = dz * load_inputs(tensors, rows, n - j, c, sizes, x_strides, config)
-                tl.store(
-                    ptrs + (TAPS - 1 - j) * config.CHANNELS, tl.sum(products, axis=0), mask=c < config.CHANNELS
-                )
-        result = differentiate_input(tensors, grads, rows, n, c, dz, sizes, x_strides, grad_strides, config)
-        ptrs = token_pointers(dx, rows, n, c, dx_strides, config)
-        inside = (n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
-        tl.store(ptrs, round_to(result, dx.dtype.element_ty), mask=inside)
+        for step in range(sizes.steps):
+            rows = find_rows(tile, step, cu_seqlens, sizes, config)
+            result = differentiate_inputs(weights, dz, grad_final, rows, rows.n, c, sizes, dz_strides, config)
+            ptrs = token_pointers(dx, rows, rows.n, c, dx_strides, config)
+            inside = (rows.n < sizes.tokens)[:, None] & (c < config.CHANNELS)[None, :]
+            tl.store(ptrs, round_to(result, dx.dtype.element_ty), mask=inside)
     elif dinitial is not None:
         states = find_state_rows(tile - sizes.all_tiles, cu_seqlens, sizes, config)
         before = states.start - (TAPS - 1) + states.n
-        none = tl.zeros([before.shape[0], c.shape[0]], tl.float32)
-        dstate = differentiate_input(
-            tensors, grads, states, before, c, none, sizes, x_strides, grad_strides, config
-        )
+        dstate = differentiate_inputs(weights, dz, grad_final, states, before, c, sizes, dz_strides, config)
         state_ptrs = state_pointers(dinitial, states, states.n, c, dinitial_strides)
         state_inside = states.used[:, None] & (c < config.CHANNELS)[None, :]
         tl.store(state_ptrs, round_to(dstate, dinitial.dtype.element_ty), mask=state_inside)
