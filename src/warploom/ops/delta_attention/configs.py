@@ -33,15 +33,20 @@ class DeltaTile(NamedTuple):
     stages: int
 
 
+FEATURE_DECAYS = " with decays of features"
+"""Behind the name of a kernel, where such decays have tiles of their own."""
+
 # By kernel, whether numbers have 16 bits, and the most features of a query or key.
 _TILES: dict[tuple[str, bool], list[tuple[int, DeltaTile]]] = {
-    ("chunk", True): [(256, DeltaTile(64, 64, 4, 1))],
+    ("chunk", True): [(256, DeltaTile(128, 64, 2, 1))],
+    ("chunk" + FEATURE_DECAYS, True): [(256, DeltaTile(64, 64, 2, 1))],
     ("chunk", False): [(256, DeltaTile(32, 32, 4, 1))],
     ("scan", True): [(128, DeltaTile(256, 32, 4, 3)), (256, DeltaTile(256, 32, 4, 1))],
     ("scan", False): [(128, DeltaTile(256, 32, 8, 1)), (256, DeltaTile(256, 16, 8, 1))],
     ("pair", True): [(256, DeltaTile(64, 64, 4, 1))],
     ("pair", False): [(256, DeltaTile(32, 32, 4, 1))],
-    ("feature", True): [(256, DeltaTile(64, 32, 4, 1))],
+    ("feature", True): [(256, DeltaTile(64, 32, 2, 1))],
+    ("feature" + FEATURE_DECAYS, True): [(256, DeltaTile(64, 32, 4, 1))],
     ("feature", False): [(256, DeltaTile(32, 16, 4, 1))],
     ("encoding", True): [(256, DeltaTile(256, 16, 4, 1))],
     ("encoding", False): [(256, DeltaTile(256, 16, 4, 1))],
@@ -50,9 +55,10 @@ _TILES: dict[tuple[str, bool], list[tuple[int, DeltaTile]]] = {
 }
 
 
-def tile_of(kernel: str, half: bool, features: int, values: int) -> DeltaTile:
-    """Returns the tile of a launch, by kernel, whether numbers have 16 bits, and features of keys and values."""
-    tile = next(tile for most, tile in _TILES[kernel, half] if features <= most)
+def tile_of(kernel: str, decay: str, half: bool, features: int, values: int) -> DeltaTile:
+    """Returns the tile of a launch, by kernel, decay, whether numbers have 16 bits, and features."""
+    tiles = _TILES.get((kernel + FEATURE_DECAYS, half)) if decay == "feature" else None
+    tile = next(tile for most, tile in tiles or _TILES[kernel, half] if features <= most)
     return tile._replace(
         features=min(tile.features, in_power_of_two(features)), columns=min(tile.columns, in_power_of_two(values))
     )

@@ -72,7 +72,7 @@ def columns_of(call: DeltaCall, kernel: str, tile: DeltaTile) -> int:
 
 def parts_of(call: DeltaCall) -> int:
     """Returns the sums that the gradient of a head's decay comes in: of pairs, and of blocks of features."""
-    return 1 + columns_of(call, "feature", tile_of("feature", call.half, call.features, call.values))
+    return 1 + columns_of(call, "feature", tile_of("feature", call.decay, call.half, call.features, call.values))
 
 
 def work_dtype(call: DeltaCall) -> torch.dtype:
@@ -101,7 +101,7 @@ def arguments_of(
         heads: Of those whose rows are taken; those of values by default.
     """
     q, _, _, beta, decay, theta, _, offsets, cu_seqlens = call.inputs
-    tile = tile_of(kernel, call.half, call.features, call.values)
+    tile = tile_of(kernel, call.decay, call.half, call.features, call.values)
     given = (0, 0, 0) if decay is None else decay.stride()[:3]
     sizes = DeltaSizes(
         tokens=q.shape[1], heads=call.heads if heads is None else heads, group=call.group, chunks=call.chunks,
