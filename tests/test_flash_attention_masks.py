@@ -38,13 +38,15 @@ def test_a_tensor_comes_back_from_its_tiles(shape: tuple[int, ...], compact: boo
 @pytest.mark.parametrize("shape", SIZES)
 def test_lists_name_the_tiles_that_see_something_in_order(shape: tuple[int, ...]) -> None:
     made = block_mask(random_mask(*shape))
-    for tiles, counts, lists in (
-        (made.tiles, made.row_counts, made.row_tiles),
-        (made.tiles.transpose(2, 3), made.column_counts, made.column_tiles),
-    ):
-        for states, count, listed in zip(tiles.flatten(0, 2), counts.flatten(), lists.flatten(0, 2)):
-            assert listed[:count].tolist() == [i for i, state in enumerate(states.tolist()) if state != -2]
-            assert sorted(listed.tolist()) == list(range(len(states)))
+    rows = made.tiles.shape[2]
+    lists_of_columns = made.column_lists.split((1 + rows, rows), 3)
+    for tiles, lists in ((made.tiles, made.row_lists), (made.tiles.transpose(2, 3), lists_of_columns[0])):
+        for states, (count, *listed) in zip(tiles.flatten(0, 2), lists.flatten(0, 2).tolist()):
+            assert listed[:count] == [i for i, state in enumerate(states.tolist()) if state != -2]
+            assert sorted(listed) == list(range(len(states)))
+    before = (made.tiles != -2).cumsum(3) - (made.tiles != -2).int()
+    expected = before.transpose(2, 3).gather(3, lists_of_columns[0][..., 1:].long())
+    assert torch.equal(lists_of_columns[1], expected.int())
 
 
 def test_a_function_is_called_for_every_query_and_key() -> None:

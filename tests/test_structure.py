@@ -221,7 +221,8 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
                 assert not named, f"{relative(path)} imports {named}"
 
 
-MOST_PARAMETERS = {True: 20, False: 12}  # of a kernel, and of a device function
+MOST_PARAMETERS = {True: 25, False: 12}
+"""Of a kernel, to which every tensor that calls pass comes alone, and of a device function."""
 
 
 @pytest.mark.parametrize("path", source_files(), ids=relative)

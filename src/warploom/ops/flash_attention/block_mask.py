@@ -1,6 +1,6 @@
 """Masks of attention by tiles: which tiles of 128 queries by 128 keys see nothing, all, or some of their keys.
 
-A mask of N queries and M keys takes 12 bytes for a tile, and 2 KiB more for one that sees some: two megabytes for a
+A mask of N queries and M keys takes 16 bytes for a tile, and 2 KiB more for one that sees some: two megabytes for a
 mask of documents over 65 536 tokens, where a boolean tensor has four gigabytes. It is made on the device, a row of
 tiles at a time, and kept for as many calls as see the same.
 """
@@ -52,16 +52,16 @@ class BlockMask(NamedTuple):
     """B, H, N and M."""
     tiles: Tensor
     """``(B, H, R, C)`` int32: the place of a tile in ``bits``, −1 if all its keys are seen, −2 if none is."""
-    row_counts: Tensor
-    """``(B, H, R)`` int32: the tiles of a row that see something."""
-    row_tiles: Tensor
-    """``(B, H, R, C)`` int32: their columns, from the first to the last, and then the others."""
-    column_counts: Tensor
-    """``(B, H, C)`` int32: the tiles of a column that see something."""
-    column_tiles: Tensor
-    """``(B, H, C, R)`` int32: their rows, from the first to the last, and then the others."""
+    row_lists: Tensor
+    """``(B, H, R, 1 + C)`` int32: how many tiles of a row see something; their columns, from the first to the last,
+    and then the others."""
+    column_lists: Tensor
+    """``(B, H, C, 1 + 2 R)`` int32: the same of columns; then, for each of these rows, how many of its tiles that
+    see something come before."""
     bits: Tensor
     """``(P, 128, 4)`` int32: bit ``j % 32`` of word ``j // 32`` is 1 if a query of a tile sees its key ``j``."""
+    column_bits: Tensor
+    """``(B, H, C, 4)`` int32: the same bits of a column of tiles, 1 if any query sees the key."""
 
     @property
     def device(self) -> torch.device:
@@ -340,7 +340,9 @@ def _of_chunks(shape: Any, chunks: Iterator[Tensor], compact: bool) -> BlockMask
     """Returns the mask of which chunks (B, H, n, M) of whole rows of tiles are given, one after another."""
     batch, heads, _, keys = shape
     columns = -(-keys // TILE)
-    states, kept, there = [], [], 0
+    states: list[Tensor] = []
+    kept: list[Tensor] = []
+    there, seen = 0, torch.zeros((), dtype=torch.bool)
     for chunk in chunks:
         rows = -(-chunk.shape[2] // TILE)
         # What lies behind the last query or key counts as seen for "all", and as hidden for "none".
@@ -356,20 +358,26 @@ def _of_chunks(shape: Any, chunks: Iterator[Tensor], compact: bool) -> BlockMask
         place = place.view(partial.shape) + there
         there += words.shape[0]
         kept.append(words)
+        seen = seen.to(chunk.device) | padded.any(2)
         states.append(torch.where(partial, place, torch.where(whole, EVERYTHING, NOTHING)).int())
     tiles = torch.cat(states, 2)
-    return BlockMask(shape, tiles, *_lists(tiles), *_lists(tiles.transpose(2, 3)), torch.cat(kept))
+    some = (tiles != NOTHING).int()
+    places = some.cumsum(3, dtype=torch.int32) - some
+    of_columns = _lists(tiles.transpose(2, 3))
+    places = places.transpose(2, 3).gather(3, of_columns[..., 1:].long())
+    lists = _lists(tiles), torch.cat((of_columns, places), -1)
+    return BlockMask(shape, tiles, *lists, torch.cat(kept), _pack(seen.view(batch, heads, columns, TILE)))
 
 
-def _lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many tiles of a row see something (B, H, R), and which (B, H, R, C), in front of the others."""
+def _lists(tiles: Tensor) -> Tensor:
+    """Returns how many tiles of a row see something, and which, in front of the others, (B, H, R, 1 + C)."""
     hidden = tiles == NOTHING
     order = hidden.to(torch.uint8).sort(dim=-1, stable=True).indices
-    return (~hidden).sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+    return torch.cat(((~hidden).sum(-1, keepdim=True), order), -1).int()
 
 
 def _pack(tiles: Tensor) -> Tensor:
-    """Returns booleans (P, 128, 128) as bits of words (P, 128, 4)."""
+    """Returns booleans (…, 128) as bits of words (…, 4)."""
     place = torch.arange(32, device=tiles.device)
     words: Tensor = (tiles.unflatten(-1, (_WORDS, 32)).int() << place.int()).sum(-1, dtype=torch.int32)
     return words

@@ -275,18 +275,61 @@ def _split_forward(
 # ----------------------------------------------------------------------------------------------------------
 
 
-def plan_masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> variants.MaskedForward:
-    """Returns the forward of a call with a mask, a bias or slopes: one kernel in Triton, on every GPU."""
-    note("forward", "MaskedForward: masks, biases and slopes have kernels in Triton alone")
+def choose_masked_forward(
+    call: Call, masking: Masking, tensors: ForwardTensors
+) -> variants.MaskedForward | variants.HopperMaskedForward:
+    """Returns the forward of a call with a mask, a bias or slopes."""
+    return _first("forward", MASKED_FORWARD, call, masking, tensors)  # type: ignore[no-any-return]
+
+
+def _hopper_masked_forward(
+    call: Call, masking: Masking, tensors: ForwardTensors
+) -> variants.HopperMaskedForward | str:
+    tiles = masking.tiles
+    if tiles is None or masking.bias is not None or masking.alibi is not None:
+        return "HopperMaskedForward: a bias or slopes"
+    if obstacle := hopper.mask_obstacle("forward", call, tiles, *tensors):
+        return f"HopperMaskedForward: {obstacle}"
+    plan = hopper.plan_masked_forward(call, tiles, tensors)
+    return variants.HopperMaskedForward(plan.launch, plan.counted)
+
+
+def _masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> variants.MaskedForward:
     return variants.MaskedForward(launch_masked.plan_forward(call, masking, *tensors))
 
 
-def plan_masked_backward(
-    call: Call, masking: Masking, rows: launch_masked.Rows, preprocess: variants.Preprocess, wants_bias: bool
+MASKED_FORWARD = (_hopper_masked_forward, _masked_forward)
+"""Makers of variants of a forward with a mask, a bias or slopes. The last takes every call."""
+
+
+def choose_masked_backward(
+    call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, wants_bias: bool
+) -> variants.MaskedBackward | variants.HopperMaskedBackward:
+    """Returns the backward of a call with a mask, a bias or slopes, whose gradients have no gaps."""
+    return _first("backward", MASKED_BACKWARD, call, masking, tensors, preprocess, wants_bias)  # type: ignore[no-any-return]
+
+
+def _hopper_masked_backward(
+    call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, _: bool
+) -> variants.HopperMaskedBackward | str:
+    described = (*tensors.factors, tensors.dk, tensors.dv)
+    tiles = masking.tiles
+    if tiles is None or masking.bias is not None or masking.alibi is not None:
+        return "HopperMaskedBackward: a bias or slopes"
+    if obstacle := hopper.mask_obstacle("backward", call, tiles, *described):
+        return f"HopperMaskedBackward: {obstacle}"
+    added, tiles_added = _sums_of(call.shape)
+    launch = hopper.plan_masked_backward(call, tiles, described, added)
+    return variants.HopperMaskedBackward(
+        preprocess, launch, _plan_rounds(call, tensors.dq), Buffer.like(added), tiles_added
+    )
+
+
+def _masked_backward(
+    call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, wants_bias: bool
 ) -> variants.MaskedBackward:
-    """Returns the backward of a call with a mask, a bias or slopes, on q, k, v and the output's gradient."""
-    note("backward", "MaskedBackward: masks, biases and slopes have kernels in Triton alone")
     bias = masking.bias if wants_bias else None
+    rows: Any = tensors.factors
     return variants.MaskedBackward(
         preprocess,
         has_inverse=call.dtype == torch.float32,
@@ -294,6 +337,10 @@ def plan_masked_backward(
         key=launch_masked.plan_key(call, masking, rows),
         bias=None if bias is None else launch_masked.plan_bias(call, masking, bias, rows),
     )
+
+
+MASKED_BACKWARD = (_hopper_masked_backward, _masked_backward)
+"""Makers of variants of a backward with a mask, a bias or slopes. The last takes every call."""
 
 
 def plan_preprocess(call: Call, grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> variants.Preprocess:
@@ -386,14 +433,17 @@ def _fused_backward(
         return f"FusedBackward: {obstacle}"
     if not (hopper.is_fused_faster(shape, call.mask, call.device) if call.fused is None else call.fused):
         return "FusedBackward: two kernels are faster"
-    added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
+    added, tiles_added = _sums_of(shape)
+    launch = hopper.plan_fused(call, described, added).launch
     return variants.FusedBackward(
-        preprocess,
-        hopper.plan_fused(call, described, added).launch,
-        _plan_rounds(call, tensors.dq),
-        Buffer.like(added),
-        Buffer.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32),
+        preprocess, launch, _plan_rounds(call, tensors.dq), Buffer.like(added), tiles_added
     )
+
+
+def _sums_of(shape: Shape) -> tuple[Tensor, Buffer]:
+    """Returns a tensor like the one in which one kernel adds up dq, and the buffer of how many tiles it added."""
+    added = torch.empty((shape.batch_size, shape.heads, shape.tokens, shape.head_dim), device="meta")
+    return added, Buffer.rows((2, shape.batch_size, shape.heads, shape.tokens), torch.int32)
 
 
 def _separate_backward(

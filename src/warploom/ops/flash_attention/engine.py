@@ -17,9 +17,9 @@ from warploom.ops.flash_attention.choose import (
     ForwardTensors,
     choose_backward,
     choose_forward,
+    choose_masked_backward,
+    choose_masked_forward,
     plan_jvp,
-    plan_masked_backward,
-    plan_masked_forward,
     plan_preprocess,
     plan_sink_gradient,
 )
@@ -46,6 +46,7 @@ from warploom.ops.flash_attention.variants import (
     Gradients,
     HopperForward,
     HopperGradient,
+    HopperMaskedForward,
     JvpForward,
     LoneSinkGradient,
     MaskedForward,
@@ -101,7 +102,7 @@ class MaskedForwardPlan(NamedTuple):
     out: Buffer
     lse: Buffer
     statistics: Buffer
-    variant: MaskedForward | NothingForward
+    variant: MaskedForward | HopperMaskedForward | NothingForward
 
 
 class BackwardPlan(NamedTuple):
@@ -266,26 +267,28 @@ def masked_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute attention with a mask, a bias or slopes; for the rest see `forward`."""
     precision = precision_of(q, precision)
-    key = ("masked", precision)
+    aligned = are_aligned(q, k, v)
+    key = ("masked", precision, aligned)
     plan = plans.known.get(key)
     if plan is None:
-        call = Call.of(q, k, v, mask, scale, logits.softcap)._replace(precision=precision)
+        call = Call.of(q, k, v, mask, scale, logits.softcap)
+        call = call._replace(precision=precision, aligned=aligned, has_sink=logits.sink is not None)
         plan = plans.keep(
             key, _plan_masked_forward(call, masking, ForwardTensors(q, k, v, layout_of(q, v.shape[3])))
         )
     out, lse, statistics = plan.out.empty(q), plan.lse.empty(q), plan.statistics.empty(q)
     inputs = ForwardInputs(q, k, v, mask, logits.sink, None)
-    if isinstance(plan.variant, MaskedForward):
-        plan.variant(inputs, out, lse, statistics, masking)
-    else:
+    if isinstance(plan.variant, NothingForward):
         plan.variant(inputs, out, lse, statistics)
+    else:
+        plan.variant(inputs, out, lse, statistics, masking)
     return out, lse, statistics
 
 
 def _plan_masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> MaskedForwardPlan:
     shape = call.shape
     lse = (shape.batch_size, shape.heads, shape.tokens)
-    variant = NothingForward() if shape.empty() else plan_masked_forward(call, masking, tensors)
+    variant = NothingForward() if shape.empty() else choose_masked_forward(call, masking, tensors)
     return MaskedForwardPlan(
         Buffer.like(tensors.out), Buffer.rows(lse, torch.float32), Buffer.rows((2, *lse), torch.float32), variant
     )
@@ -301,14 +304,17 @@ def masked_backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     given = (grad, grad_lse, q, k, v, inputs.out, masking.bias, masking.alibi)
     strides = tuple([None if x is None else x.stride() for x in given])
-    key = ("masked", precision, grad.dtype, None if grad_lse is None else grad_lse.dtype, strides, wants_bias)
+    aligned = are_aligned(q, k, v, grad)
+    dtypes = grad.dtype, None if grad_lse is None else grad_lse.dtype
+    key = ("masked", precision, aligned, dtypes, strides, wants_bias)
     plan = plans.known.get(key)
     if plan is None:
-        call = Call.of(q, k, v, inputs.mask, scale, logits.softcap)._replace(precision=precision)
+        call = Call.of(q, k, v, inputs.mask, scale, logits.softcap)._replace(precision=precision, aligned=aligned)
         variant = None
         if not call.shape.empty():
             preprocess = plan_preprocess(call, grad, grad_lse, inputs.out)
-            variant = plan_masked_backward(call, masking, (q, k, v, grad), preprocess, wants_bias)
+            tensors = BackwardTensors(q, k, v, grad, *(x.new_empty(x.shape, device="meta") for x in (q, k, v)))
+            variant = choose_masked_backward(call, masking, tensors, preprocess, wants_bias)
         plan = plans.keep(key, (variant, None if logits.sink is None else plan_sink_gradient(call)))
     variant, sink = plan
     bias = masking.bias if wants_bias else None

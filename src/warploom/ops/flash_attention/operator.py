@@ -166,11 +166,10 @@ class MaskedSaved(NamedTuple):
     alibi: Tensor | None
     seqused_k: Tensor | None
     tiles: Tensor | None
-    row_counts: Tensor | None
-    row_tiles: Tensor | None
-    column_counts: Tensor | None
-    column_tiles: Tensor | None
+    row_lists: Tensor | None
+    column_lists: Tensor | None
     bits: Tensor | None
+    column_bits: Tensor | None
 
 
 def _masking_of(inputs: MaskedInputs | MaskedSaved, options: FlashOptions) -> tuple[MaskSpec, Logits, Masking]:

@@ -59,21 +59,20 @@ class Masking(NamedTuple):
     bias: Tensor | None = None  # (B|1, Hq|1, N|1, M)
     alibi: Tensor | None = None  # (Hq,) or (B, Hq)
     tiles: Tensor | None = None
-    row_counts: Tensor | None = None
-    row_tiles: Tensor | None = None
-    column_counts: Tensor | None = None
-    column_tiles: Tensor | None = None
+    row_lists: Tensor | None = None
+    column_lists: Tensor | None = None
     bits: Tensor | None = None
+    column_bits: Tensor | None = None
 
     @property
     def rows(self) -> tuple[Tensor | None, ...]:
         """Arguments of kernels that own queries: with lists of columns."""
-        return self.tiles, self.row_counts, self.row_tiles, self.bits, self.bias, self.alibi
+        return self.tiles, self.row_lists, self.bits, self.column_bits, self.bias, self.alibi
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
         """Arguments of kernels that own keys: with lists of rows."""
-        return self.tiles, self.column_counts, self.column_tiles, self.bits, self.bias, self.alibi
+        return self.tiles, self.column_lists, self.bits, self.bias, self.alibi
 
 
 class Shape(NamedTuple):

@@ -89,11 +89,10 @@ class MaskedInputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # (S + 1,)
     seqused_k: Tensor | None = None  # (B,)
     tiles: Tensor | None = None  # of a `BlockMask`, as are all below
-    row_counts: Tensor | None = None
-    row_tiles: Tensor | None = None
-    column_counts: Tensor | None = None
-    column_tiles: Tensor | None = None
+    row_lists: Tensor | None = None
+    column_lists: Tensor | None = None
     bits: Tensor | None = None
+    column_bits: Tensor | None = None
 
     @property
     def unmasked(self) -> FlashInputs:

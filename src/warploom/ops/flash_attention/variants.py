@@ -173,6 +173,25 @@ class NothingJvp(NamedTuple):
             dlse.copy_(tangents[3][:, None]).masked_fill_(lse == -torch.inf, 0.0)
 
 
+class HopperMaskedForward(NamedTuple):
+    """The kernel for Hopper on masks by tiles."""
+
+    launch: Launch
+    counted: bool  # whether programs take tiles from a counter, which must be zero
+
+    def __call__(
+        self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, masking: Masking
+    ) -> None:
+        q, k, v, _, sink, _ = inputs
+        counters = COUNTERS.empty(q)
+        if self.counted:
+            counters.zero_()
+        self.launch(
+            q, k, v, out, lse, statistics, counters, sink, masking.tiles, masking.row_lists, masking.bits,
+            masking.column_bits,
+        )  # fmt: skip
+
+
 class DecodeForward(NamedTuple):
     """The Triton kernel for few queries."""
 
@@ -327,6 +346,27 @@ class MaskedBackward(NamedTuple):
         if self.bias is not None:
             self.bias(*rows, dbias, used, masking.tiles, masking.bits, masking.bias, masking.alibi)
         return numbers.delta
+
+
+class HopperMaskedBackward(NamedTuple):
+    """The kernel for Hopper that forms all gradients, on masks by tiles, and what rounds dq."""
+
+    preprocess: Preprocess
+    launch: Launch
+    rounds: Launch
+    added: Buffer  # dq, without the scale
+    tiles_added: Buffer  # how many tiles of keys, at each tile of queries
+
+    def __call__(self, inputs: BackwardInputs, gradients: Gradients, _: Tensor | None, masking: Masking) -> Tensor:
+        q, (dq, dk, dv) = inputs.q, gradients
+        counters, tiles_added, added = COUNTERS.empty(q), self.tiles_added.empty(q), self.added.empty(q)
+        lse, delta, _, _ = self.preprocess(inputs, None, counters, tiles_added)
+        self.launch(
+            q, inputs.k, inputs.v, inputs.grad, dk, dv, added, lse, delta, counters, tiles_added, masking.tiles,
+            masking.column_lists, masking.bits, masking.column_bits,
+        )  # fmt: skip
+        self.rounds(added, tiles_added, dq)
+        return delta
 
 
 class TritonGradient(NamedTuple):

@@ -21,6 +21,7 @@ from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import Ring, as_factor, copy_tile, matrix, new_ring, wait_empty
 from warploom.ops.flash_attention.hopper.masks import own_keys
 from warploom.ops.flash_attention.hopper.softmax import transposed_weights_of
+from warploom.ops.flash_attention.hopper.tile_mask import TILE, column_list, tile_at
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
@@ -146,10 +147,15 @@ def copy_for_keys(config: gl.constexpr, kernel):
         batch, key_head = place.row // key_heads, place.row % key_heads
         keys = own_keys(place, key_heads, 0, kernel, config)
         copy_own(kernel, batch, key_head, place.block * BLOCK_N, slot, batch_size, config)
+        if call.tiles is not None:
+            tiles_of_column = column_list(call.tiles, batch, key_head, place.block * BLOCK_N // TILE)
         for i in range(schedule.group * (keys.end - keys.begin)):
             m, member = query_of_step(i, keys.begin, keys.end, schedule.group, ORDERED, TERMS)
             head = key_head * schedule.group + member
-            m = m * BLOCK_M
+            if call.tiles is None:
+                m = m * BLOCK_M
+            else:
+                m = tile_at(tiles_of_column, m, BLOCK_M)
             mask = m + local < tokens
             offsets = (batch * schedule.heads + head).to(gl.int64) * tokens + m + local
             row_lse = gl.load(kernel.lse + offsets, mask=mask, other=float("inf"))

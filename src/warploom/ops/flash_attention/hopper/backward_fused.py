@@ -25,6 +25,16 @@ from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matr
 from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, QueryBuffers, copy_for_keys, query_in_order
 from warploom.ops.flash_attention.hopper.masks import OwnKeys, own_keys
 from warploom.ops.flash_attention.hopper.softmax import weights_and_slopes
+from warploom.ops.flash_attention.hopper.tile_mask import (
+    TILE,
+    TileMask,
+    TileMaskSizes,
+    clear_unseen,
+    column_list,
+    entry_at,
+    tile_at,
+    tiles_before_in_row,
+)
 from warploom.ops.flash_attention.hopper.tiles import (
     ROWS,
     Result,
@@ -163,7 +173,9 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 
 
 @gluon.jit
-def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, config: gl.constexpr):
+def all_gradients_loop(
+    dk, dv, count, keys, used, n, tiles, kernel, own: gl.constexpr, config: gl.constexpr
+):  # fmt: skip
     """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
     A tile's gradient of queries is formed one step later, when the other group's gradients of logits are there, and
@@ -184,17 +196,24 @@ def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, con
         logits = warpgroup_mma_wait(0, deps=[logits])
         m = keys.end - 1
         member = m * 0
+        entry = None
+        if tiles is not None:
+            place = tile_at(tiles, m, BLOCK_M)
+            entry = entry_at(tiles, place)
+            place = place // BLOCK_M
         for i in range(steps):
             slot, phase = stage_of(count, STAGES)
             zero = count >> 30
             values = matrix(exchange.v_tiles, own + zero)
+            if tiles is None:
+                place = m
             mbarrier.wait(do.full.index(slot), phase)
             do_tile = matrix(do.tiles, slot)
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             # dPᵀ = V dOᵀ
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
-                logits, kernel.lses.index(slot), m, keys, used, kernel.call, dtype, LAYOUT, config
+                logits, kernel.lses.index(slot), place, keys, used, kernel.call, dtype, LAYOUT, config, n, entry
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)  # dV += Pᵀ dO
@@ -215,6 +234,10 @@ def all_gradients_loop(dk, dv, count, keys, used, kernel, own: gl.constexpr, con
             q_tile = matrix(q.tiles, following).permute([1, 0])
             k_tile = matrix(exchange.k_tiles, own + zero)
             logits = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
+            if tiles is not None:  # while products run
+                place = tile_at(tiles, gl.maximum(m - (member + 1) // heads, keys.begin), BLOCK_M)
+                entry = entry_at(tiles, place)
+                place = place // BLOCK_M
             dq = warpgroup_mma_wait(2, deps=[dq])
             if count > start:
                 publish_part(exchange, dq, count - 1, own)
@@ -263,7 +286,13 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
             keys = OwnKeys(keys.seq, keys.begin, full, keys.high, keys.end, keys.first, keys.reach)
         dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
         dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
-        dk, dv, count = all_gradients_loop(dk, dv, count, keys, used, kernel, own, config)
+        n = place.block * BLOCK_N + own * ROWS
+        tiles_of_column = call.tiles
+        if call.tiles is not None:
+            tiles_of_column = column_list(call.tiles, place.row // key_heads, place.row % key_heads, n // TILE)
+            clear_unseen(matrix(exchange.k_tiles, own), n, tiles_of_column)
+            clear_unseen(matrix(exchange.v_tiles, own), n, tiles_of_column)
+        dk, dv, count = all_gradients_loop(dk, dv, count, keys, used, n, tiles_of_column, kernel, own, config)
         # Worked out again rather than held in registers.
         place = tile_place(read(scheduler, work.slot), schedule, False)
         batch, head = place.row // key_heads, place.row % key_heads
@@ -304,7 +333,7 @@ def count_added(counter):
 
 
 @gluon.jit
-def tiles_before(block, m, seq, call, config: gl.constexpr):
+def tiles_before(block, m, step, tiles, seq, call, BLOCK_M: gl.constexpr, config: gl.constexpr):
     """Returns how many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
     BLOCK_N: gl.constexpr = config.GROUPS * ROWS
     first = block * 0
@@ -312,7 +341,10 @@ def tiles_before(block, m, seq, call, config: gl.constexpr):
         first = gl.maximum(m + seq.keys - seq.tokens - call.window.left, 0) // BLOCK_N
     if call.units is not None:
         first = gl.maximum(first, seq.first_key // BLOCK_N)
-    return block - first
+    before = block - first
+    if call.tiles is not None:
+        before = tiles_before_in_row(tiles, step, call.tiles.sizes.rows, BLOCK_M)
+    return before
 
 
 @gluon.jit
@@ -336,11 +368,17 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
         place = whole_loop(tile_place(work.tile, schedule, False))
         batch, key_head = place.row // key_heads, place.row % key_heads
         keys = own_keys(place, key_heads, 0, kernel, config)
+        tiles_of_column = call.tiles
+        if call.tiles is not None:
+            tiles_of_column = column_list(call.tiles, batch, key_head, place.block * config.GROUPS * ROWS // TILE)
         for i in range(schedule.group * (keys.end - keys.begin)):
-            m, member = query_in_order(i, keys.end, schedule.group)
-            m = m * BLOCK_M
+            step, member = query_in_order(i, keys.end, schedule.group)
+            if call.tiles is None:
+                m = step * BLOCK_M
+            else:
+                m = tile_at(tiles_of_column, step, BLOCK_M)
             head = key_head * schedule.group + member
-            before = tiles_before(place.block, m, keys.seq, call, config)
+            before = tiles_before(place.block, m, step, tiles_of_column, keys.seq, call, BLOCK_M, config)
             row_of_count = (own * batch_size + batch) * schedule.heads + head
             counter = kernel.tiles_added + row_of_count.to(gl.int64) * call.lengths.tokens + m
             stage = count % STAGES * GROUPS + own
@@ -365,8 +403,8 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
-    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scales: Scales,
-    config: gl.constexpr,
+    tiles, listed, bits, column_bits, lengths: SeqLens, schedule: Schedule, right: gl.int32,
+    window: Window, scales: Scales, mask_sizes: TileMaskSizes, config: gl.constexpr,
 ):  # fmt: skip
     """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
@@ -407,9 +445,13 @@ def hopper_backward_kernel(
     q, do = new_ring(q_tiles, STAGES, GROUPS), new_ring(do_tiles, STAGES, GROUPS)
     exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
     fence_async_shared()
+    tile_mask = tiles
+    if tiles is not None:
+        tile_mask = TileMask(tiles, listed, bits, column_bits, mask_sizes)
     call = AttentionCall(
-        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units
-    )
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units, None,
+        None, tile_mask,
+    )  # fmt: skip
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
         (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), lse, delta, None, None,

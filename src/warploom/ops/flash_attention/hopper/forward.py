@@ -33,6 +33,16 @@ from warploom.device.hopper.pipeline import (
 )
 from warploom.ops.flash_attention.hopper.masks import first_key, own_queries, tile_of_step, without_first_step
 from warploom.ops.flash_attention.hopper.softmax import LN_2, exponent_base, softmax_step, with_sink
+from warploom.ops.flash_attention.hopper.tile_mask import (
+    EVERYTHING,
+    TILE,
+    TileMask,
+    TileMaskSizes,
+    clear_unseen,
+    entry_at,
+    row_list,
+    tile_at,
+)
 from warploom.ops.flash_attention.hopper.tiles import (
     NARROW_HEAD,
     ROWS,
@@ -112,10 +122,18 @@ def zero_rows_past_end(ring, count, n, seq):
 
 
 @gluon.jit
+def clear_unseen_values(ring, count, n, entry, tiles):
+    """Make values in tile number ``count`` zero whose keys no query sees. A tile of a mask that sees all has none."""
+    if entry != EVERYTHING:
+        clear_unseen(matrix(ring.tiles, wait_full(ring.full, count)), n, tiles)
+
+
+@gluon.jit
 def attend(
-    state, q_pieces, queries, begin, end, kernel, own: gl.constexpr, MASKED: gl.constexpr, config: gl.constexpr
-):
-    """KV loop of group number ``own`` over tiles ``end − 1 … begin``."""
+    state, q_pieces, queries, begin, end, kernel, own: gl.constexpr, MASKED: gl.constexpr, config: gl.constexpr,
+    tiles=None,
+):  # fmt: skip
+    """KV loop of group number ``own`` over tiles ``end − 1 … begin``, or those steps of a list of tiles."""
     k, v, go, call = kernel.k, kernel.v, kernel.go, kernel.call
     STAGES: gl.constexpr = config.STAGES
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -133,17 +151,24 @@ def attend(
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), state.acc, is_async=True)  # O += P V, of the tile before
         if GROUPS > 2:
             mbarrier.arrive(go.index((own + 1) % GROUPS))
+        entry = None
+        if tiles is not None:  # while products run
+            n = tile_at(tiles, end - 1 - i, BLOCK_N)
+            entry = entry_at(tiles, n)
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
-        n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
+        if tiles is None:
+            n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
         weights, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
-            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config
+            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config, entry
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
         # Without a window the first step has the end of the sequence.
         if MASKED and call.units is not None and call.window is not None:
             zero_rows_past_end(v, count + 1, n, queries.seq)
+        if tiles is not None:
+            clear_unseen_values(v, count + 1, n, entry, tiles)
         if call.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count + 1, starts)
@@ -192,17 +217,30 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         logits = product_transposed(q_pieces, k, count, LAYOUT)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k.empty.index(count % STAGES))
-        n = first_key(tile_of_step(0, queries, call), seq, call, BLOCK_N)
+        first = tile_of_step(0, queries, call)
+        tiles_of_row = call.tiles
+        entry = None
+        if call.tiles is None:
+            n = first_key(first, seq, call, BLOCK_N)
+        else:
+            tiles_of_row = row_list(call.tiles, batch, head, m // TILE)
+            n = tile_at(tiles_of_row, first, BLOCK_N)
+            entry = entry_at(tiles_of_row, n)
         queries = without_first_step(queries, call)
         weights, row_sum, row_max, _ = softmax_step(
-            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config
+            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config, entry
         )
         if call.units is not None:
             zero_rows_past_end(v, count, n, seq)
+        if call.tiles is not None:
+            clear_unseen_values(v, count, n, entry, tiles_of_row)
         state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count, starts)
-        if CAUSAL or call.window is not None:  # otherwise the first step alone has a mask
-            state = attend(state, q_pieces, queries, queries.full, queries.end, kernel, own, True, config)
-        state = attend(state, q_pieces, queries, queries.low, queries.full, kernel, own, False, config)
+        if CAUSAL or call.window is not None or call.tiles is not None:  # otherwise the first step alone has a mask
+            state = attend(
+                state, q_pieces, queries, queries.full, queries.end, kernel, own, True, config, tiles_of_row
+            )
+        if call.tiles is None:
+            state = attend(state, q_pieces, queries, queries.low, queries.full, kernel, own, False, config)
         if call.window is not None:
             state = attend(state, q_pieces, queries, queries.begin, queries.low, kernel, own, True, config)
         if OWN_BUFFERS:
@@ -225,6 +263,9 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         if call.sink is not None:
             inverse = inverse * rescale
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+        if call.tiles is not None:  # a row that sees nothing has 0, whatever the tile holds that it did not see
+            empty = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, OUT_LAYOUT))
+            acc = gl.where(empty[:, None], 0.0, acc)
         if OWN_BUFFERS:
             tma.store_wait(0)  # until the tile before is stored from its buffer
         # Of queries in pieces, the first tile of results within the group's own.
@@ -259,9 +300,9 @@ MOST_FIXED_TILES = gl.constexpr(6)  # of a program; see `are_counted`
 
 
 @gluon.constexpr_function
-def loops_are_even(causal, has_window, has_lengths, is_packed):
+def loops_are_even(causal, has_window, has_lengths, is_packed, has_tiles):
     """Returns whether the KV loops of all tiles are equally long."""
-    return not (causal or has_window or has_lengths or is_packed)
+    return not (causal or has_window or has_lengths or is_packed or has_tiles)
 
 
 @gluon.jit
@@ -335,9 +376,14 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
         if call.units is not None:
             query_shift, key_shift = queries.seq.query_shift, queries.seq.key_shift
         copy_own(kernel, batch, head, queries.m - query_shift, slot, batch_size, config)
+        if call.tiles is not None:
+            tiles_of_row = row_list(call.tiles, batch, head, queries.m // TILE)
         for i in range(queries.end - queries.begin):
-            n = first_key(tile_of_step(i, queries, call), queries.seq, call, BLOCK_N)
-            n -= key_shift
+            step = tile_of_step(i, queries, call)
+            if call.tiles is None:
+                n = first_key(step, queries.seq, call, BLOCK_N) - key_shift
+            else:
+                n = tile_at(tiles_of_row, step, BLOCK_N)
             if config.CACHE is not None:
                 places = cache_places(n, queries.seq, call, kernel.k_desc, config.CACHE)
                 copy_cached(kernel.k_desc, places, head // schedule.group, k, count)
@@ -359,8 +405,8 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, block_table, units, shifts, out_rows, sink,
-    lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scale: gl.float32, out_strides: SplitStrides,
-    config: gl.constexpr,
+    tiles, listed, bits, column_bits, lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scale: gl.float32,
+    out_strides: SplitStrides, mask_sizes: TileMaskSizes, config: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
@@ -405,10 +451,15 @@ def hopper_forward_kernel(
     fence_async_shared()
     if CACHED:
         schedule = with_blocks(schedule, gl.load(counter + 1))
-    UNEVEN: gl.constexpr = not loops_are_even(CAUSAL, window is not None, seqused_k is not None, units is not None)
+    UNEVEN: gl.constexpr = not loops_are_even(
+        CAUSAL, window is not None, seqused_k is not None, units is not None, tiles is not None
+    )
+    tile_mask = tiles
+    if tiles is not None:
+        tile_mask = TileMask(tiles, listed, bits, column_bits, mask_sizes)
     call = AttentionCall(
         lengths, schedule, right, scale, None, window, seqused_k, sink, SOFTCAP,
-        exponent_base(SOFTCAP, dtype), units, shifts, block_table,
+        exponent_base(SOFTCAP, dtype), units, shifts, block_table, tile_mask,
     )  # fmt: skip
     result = Result(out, out_tiles, out_strides, out_rows)
     kernel = QueryKernel(

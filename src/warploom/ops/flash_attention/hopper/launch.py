@@ -28,6 +28,7 @@ from warploom.ops.flash_attention.hopper.config import (
     HopperTiles,
 )
 from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forward_kernel, loops_are_even
+from warploom.ops.flash_attention.hopper.tile_mask import TileMaskSizes
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
 from warploom.ops.flash_attention.hopper.work import UNIT, Config, Scales, Schedule, SeqLens, Window
 from warploom.ops.flash_attention.problem import (
@@ -44,6 +45,7 @@ from warploom.ops.flash_attention.problem import (
     loop_steps,
     programs_at_once,
 )
+from warploom.runtime.build import parameters_of
 from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, supports_tma
 from warploom.runtime.layout import strides_of
 
@@ -84,6 +86,7 @@ class _Kernel(NamedTuple):
 _INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc")
 _OTHERS = ("lse", "delta", "counters", "seqused_k", "units")
 _OF_TERMS = ("lse", "delta", "inverse", "counters")
+_OF_MASK = ("tiles", "listed", "bits", "column_bits")
 _KERNELS = {
     "forward": _Kernel(
         hopper_forward_kernel, _INPUTS[:3], ("out",),
@@ -95,10 +98,30 @@ _KERNELS = {
         hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
         ("lse", "delta", "counters", "tiles_added", "seqused_k", "units"), True,
     ),
+    "masked forward": _Kernel(
+        hopper_forward_kernel, _INPUTS[:3], ("out",), ("lse", "statistics", "counter", "sink", *_OF_MASK)
+    ),
+    "masked backward": _Kernel(
+        hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
+        ("lse", "delta", "counters", "tiles_added", *_OF_MASK), True,
+    ),
     "wide key": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OTHERS, True),
     "key of terms": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OF_TERMS, True),
     "query of terms": _Kernel(hopper_shared_query_kernel, _INPUTS, ("dq",), _OF_TERMS),
 }  # fmt: skip
+
+
+_OPTIONAL = {
+    *_OF_MASK,
+    "mask_sizes",
+    "seqused_k",
+    "block_table",
+    "units",
+    "shifts",
+    "out_rows",
+    "inverse",
+}
+"""Parameters of kernels that are None in launches without them."""
 
 
 class Plan(NamedTuple):
@@ -257,12 +280,12 @@ def _strides_of(results: dict[str, Tensor], splits: int, unit: int = 1) -> dict[
     return strides
 
 
-def _needs_counter(name: str, mask: MaskSpec, tiles: int, programs: int) -> bool:
+def _needs_counter(name: str, mask: MaskSpec, masked: bool, tiles: int, programs: int) -> bool:
     """Returns whether programs take tiles from a counter, which must be zero."""
     if name == "backward":  # the first tile too
         return True
     uneven = (x is not None for x in (mask.right, mask.left, mask.seqused_k, mask.units_q))
-    if name == "forward" and loops_are_even(*uneven):
+    if name == "forward" and loops_are_even(*uneven, masked):
         return bool(are_counted.fn(tiles, programs))
     return tiles > programs
 
@@ -284,10 +307,14 @@ def _plan_launch(
     programs = min(programs_at_once(call.device), count)
     scale = in_powers_of_two(call.scale) if softcap is None else call.scale / softcap
     scales = {"scale": scale} if name == "forward" else {"scales": Scales(scale, call.scale)}
+    takes = (*kernel.inputs, *kernel.results, *kernel.others)
+    parameters = parameters_of(kernel.function)
+    # What a kernel may be given, and is not in this launch.
+    missing: dict[str, Any] = {x: None for x in parameters if x in _OPTIONAL - {*takes, *arguments}}
     launch = Launch(
         kernel.function,
         programs,
-        takes=(*kernel.inputs, *kernel.results, *kernel.others),
+        takes=takes,
         pdl=name != "forward",
         lengths=SeqLens(shape.tokens, shape.keys),
         schedule=schedule,
@@ -301,8 +328,10 @@ def _plan_launch(
         ),
         **scales,
         **arguments,
+        **missing,
     )
-    return Plan(launch, splits, _needs_counter(name, mask, count, programs))
+    masked = "tiles" in takes
+    return Plan(launch, splits, _needs_counter(name, mask, masked, count, programs))
 
 
 def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
@@ -329,8 +358,6 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
         arguments |= _strides_of(results, splits, unit)
     else:
         arguments |= {f"{each}_strides": SplitStrides(0, 0, 0, 0, 0) for each in results}
-    if kernel.function is hopper_shared_key_kernel:
-        arguments["inverse"] = None
     config = {"SPLIT": by_address, "PIECES": 3 if pieces else 1}
     return _plan_launch(kernel, name, call, tiles, splits, config, window=_window(call), **arguments)
 
@@ -373,16 +400,65 @@ def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
     ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
     them come lse, δ, counters, how many tiles were added, and lengths of entries.
     """
+    return _plan_fused("backward", call, tensors, added)
+
+
+def _plan_fused(kernel: str, call: Call, tensors: tuple[Tensor, ...], added: Tensor, **arguments: Any) -> Plan:
     shape, mask = call.shape, call.mask
     tiles = _tiles("backward", shape, mask)
     # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
     shown = mask.right is None or bounds(shape, mask)[1] > 0
     ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
     config = {"ORDERED": True, "PARTS": HOPPER_PARTS[_width(shape)], "ENDS": ends}
-    kernel = _KERNELS["backward"]
-    boxes = _boxes(kernel, tensors, tiles, _width(shape))
+    boxes = _boxes(_KERNELS["backward"], tensors, tiles, _width(shape))
     boxes["added"] = TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
-    return _plan_launch(kernel, "backward", call, tiles, 1, config, window=_window(call), **boxes)
+    arguments |= boxes
+    return _plan_launch(_KERNELS[kernel], "backward", call, tiles, 1, config, window=_window(call), **arguments)
+
+
+def mask_obstacle(name: str, call: Call, mask_tiles: Tensor, *tensors: Tensor) -> str | None:
+    """Returns why the kernel ``name``, forward or backward, does not take a call with a mask by tiles, if so."""
+    shape, mask = call.shape, call.mask
+    if call.softcap is not None or mask.left is not None or mask.seqused_k is not None:
+        return "a mask besides a cap, a window or lengths"
+    if not call.aligned:
+        return "an address is no multiple of 16 bytes"
+    if name == "backward" and max(shape.head_dim, shape.value_dim) > _NARROW:
+        return f"more than {_NARROW} features"
+    if name == "backward" and shape.group > 1 and mask_tiles.shape[1] > 1:
+        return "query heads of a key head have masks of their own"
+    return obstacle("forward", shape, mask, call.scale, *tensors)
+
+
+def _mask_sizes(tiles: Tensor) -> TileMaskSizes:
+    entries, heads, rows, columns = tiles.shape
+    return TileMaskSizes(rows, columns, heads if entries > 1 else 0, 1 if heads > 1 else 0)
+
+
+def plan_masked_forward(call: Call, mask_tiles: Tensor, tensors: tuple[Tensor, ...]) -> Plan:
+    """Returns the launch of the forward with a mask by tiles, on q, k, v and out.
+
+    Behind them come lse, statistics, a counter, the sink, and the mask's tiles, lists of rows, and bits, of columns too.
+    """
+    shape, pieces = call.shape, _in_pieces("forward", call.shape)
+    tiles = _tiles("forward", shape, call.mask)
+    if _width(shape) == 64:  # which are as high as those of the mask
+        tiles = HOPPER_SMALLER["forward"]
+    arguments = _boxes(_KERNELS["forward"], tensors, tiles, *((_NARROW, 64) if pieces else (_width(shape),)))
+    strides = SplitStrides(0, 0, 0, 0, 0)
+    return _plan_launch(
+        _KERNELS["masked forward"], "forward", call, tiles, 1, {"PIECES": 3 if pieces else 1}, window=None,
+        mask_sizes=_mask_sizes(mask_tiles), out_strides=strides, **arguments,
+    )  # fmt: skip
+
+
+def plan_masked_backward(call: Call, mask_tiles: Tensor, tensors: tuple[Tensor, ...], added: Tensor) -> Launch:
+    """Returns the launch of the kernel for all gradients with a mask by tiles; for the tensors see `plan_fused`.
+
+    Behind them come lse, δ, counters, how many tiles were added, and the mask's tiles, lists of
+    columns, and bits, of columns too.
+    """
+    return _plan_fused("masked backward", call, tensors, added, mask_sizes=_mask_sizes(mask_tiles)).launch
 
 
 def _window(call: Call) -> Window | None:
@@ -431,5 +507,5 @@ def plan_terms(name: str, call: Call, factors: tuple[Tensor, ...], terms: int, r
     arguments = _boxes(kernel, (x.repeat(terms, 1, 1, 1) for x in factors), tiles, shape.block_d)
     arguments |= _strides_of(results, splits)
     if name == "key":
-        arguments |= {"window": None, "seqused_k": None, "units": None}
+        arguments["window"] = None
     return _plan_launch(kernel, name, call, tiles, splits, {"SPLIT": True, "TERMS": terms}, **arguments)

@@ -7,6 +7,15 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from warploom.ops.flash_attention.hopper.tile_mask import (
+    EVERYTHING,
+    TILE,
+    are_seen,
+    are_seen_transposed,
+    column_list,
+    place_in_list,
+    row_list,
+)
 from warploom.ops.flash_attention.hopper.tiles import ROWS
 from warploom.ops.flash_attention.hopper.work import SeqLens, sequence_of
 
@@ -102,6 +111,17 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
             end = gl.maximum(end, begin + 1)
         full = gl.minimum(gl.maximum((full - origin) // BLOCK_N, begin + 1), end)
         low = gl.minimum(gl.maximum((every - origin + BLOCK_N - 1) // BLOCK_N, begin + 1), full)
+    if call.tiles is not None:  # every step may have a mask
+        row = place.block * BLOCK_M // TILE
+        tiles = row_list(call.tiles, place.row // call.schedule.heads, place.row % call.schedule.heads, row)
+        begin = tiles.count * 0
+        end = tiles.count
+        if config.CAUSAL:
+            last = gl.minimum(seq.keys, place.block * BLOCK_M + BLOCK_M + seq.keys - seq.tokens + call.right)
+            end = place_in_list(tiles.listed, end, (last + TILE - 1) // TILE)
+        end = gl.maximum(end, 1) * (TILE // BLOCK_N)  # without any, one whose keys are hidden
+        low = begin
+        full = begin
     m = place.block * BLOCK_M + own * ROWS
     return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens)
 
@@ -167,6 +187,16 @@ def own_keys(place, key_heads, own: gl.constexpr, kernel, config: gl.constexpr):
         high = end
     else:
         high = gl.minimum(gl.maximum(high, full), end)
+    if call.tiles is not None:
+        tiles = column_list(
+            call.tiles, place.row // key_heads, place.row % key_heads, place.block * BLOCK_N // TILE
+        )
+        begin = place_in_list(tiles.listed, tiles.count, begin * BLOCK_M // TILE) * (TILE // BLOCK_M)
+        end = tiles.count * (TILE // BLOCK_M)
+        rows = call.tiles.sizes.rows
+        if gl.load(tiles.listed + gl.maximum(tiles.count - 1, 0)) == rows - 1:  # steps behind the last query
+            behind = rows * (TILE // BLOCK_M) - (seq.tokens + BLOCK_M - 1) // BLOCK_M
+            end = gl.maximum(end - behind, begin)
     first = place.block * BLOCK_N + own * ROWS - (seq.keys - seq.tokens) - call.right
     reach = first
     if call.window is not None:
@@ -191,6 +221,36 @@ def visible(n, queries, call, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, confi
         query = queries.first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         mask = mask & (key[None, :] >= (query - call.window.left)[:, None])
     return mask
+
+
+@gluon.jit
+def hide(logits, hidden, n, entry, queries, call, LAYOUT: gl.constexpr, config: gl.constexpr):
+    """Returns logits of keys ``n …``, ``hidden`` where 64 queries do not see them.
+
+    ``entry`` is that of a tile of a mask, or None.
+    """
+    BLOCK_N: gl.constexpr = logits.shape[1]
+    if call.tiles is None:
+        logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, hidden)
+    else:
+        reach = queries.seq.keys
+        if config.CAUSAL:
+            reach = gl.minimum(reach, queries.first + call.right + 1)
+        if (entry != EVERYTHING) | (n + BLOCK_N > reach):
+            logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, hidden)
+            if entry != EVERYTHING:
+                logits = gl.where(are_seen(call.tiles, entry, queries.m, n, BLOCK_N, LAYOUT), logits, hidden)
+    return logits
+
+
+@gluon.jit
+def hide_transposed(weights, n, m, entry, tiles, LAYOUT: gl.constexpr):
+    """Returns weights of 64 keys ``n …`` for queries ``m …``, 0 where the tile's bits hide a key."""
+    if entry != EVERYTHING:
+        weights = gl.where(
+            are_seen_transposed(tiles, entry, n, m, weights.shape[1], LAYOUT), weights, 0.0
+        )  # fmt: skip
+    return weights
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from warploom.device.activations import power_of_two
 from warploom.device.online_softmax import finite_max, update_softmax
-from warploom.ops.flash_attention.hopper.masks import visible, visible_weights
+from warploom.ops.flash_attention.hopper.masks import hide, hide_transposed, visible, visible_weights
 from warploom.ops.flash_attention.hopper.softcap import HIDDEN, cap, cap_weights
 from warploom.ops.flash_attention.hopper.tiles import ROWS
 
@@ -37,11 +37,12 @@ def exponent_base(softcap, dtype):
 
 @gluon.jit
 def softmax_step(
-    logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
-):
+    logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
+    entry=None,
+):  # fmt: skip
     """Returns weights of a tile of keys ``n …``, row_sum and row_max with it, and the factor that rescales earlier sums.
 
-    With a base, nothing is rescaled.
+    With a base, nothing is rescaled. ``entry`` is that of a tile of a mask, or None.
     """
     BLOCK_N: gl.constexpr = logits.shape[1]
     scale = call.scale
@@ -51,7 +52,7 @@ def softmax_step(
     if call.base is not None:
         weights = cap(logits, scale, call.softcap, call.base, True)
         if MASKED:
-            weights = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), weights, 0.0)
+            weights = hide(weights, 0.0, n, entry, queries, call, LAYOUT, config)
         new_max = row_max
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)
@@ -60,7 +61,7 @@ def softmax_step(
             logits = cap(logits, scale, call.softcap, 0.0, False)
             scale = 1.0
         if MASKED:
-            logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, float("-inf"))
+            logits = hide(logits, float("-inf"), n, entry, queries, call, LAYOUT, config)
         weights, row_sum, new_max, rescale = update_softmax(logits, scale, row_sum, row_max, MASKED)
     return weights, row_sum, new_max, rescale
 
@@ -129,11 +130,13 @@ def transposed_weights_of(
 
 @gluon.jit
 def weights_and_slopes(
-    logits, lses, m, keys, used, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr
-):
+    logits, lses, m, keys, used, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
+    n=None, entry=None,
+):  # fmt: skip
     """`transposed_weights_of` for tile number ``m`` of queries, which may have a mask.
 
-    ``lses`` are in shared memory: with a cap they come into registers behind its branches.
+    ``lses`` are in shared memory: with a cap they come into registers behind its branches. ``n`` is the first key, and
+    ``entry`` that of a tile of a mask, or None.
     """
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = config.CAUSAL or call.window is not None or used is not None
@@ -150,5 +153,7 @@ def weights_and_slopes(
         if MASKS:
             if (m < keys.full) | (m >= keys.high):
                 weights = visible_weights(weights, m * BLOCK_M, keys, used, call, LAYOUT, config)
+        if call.tiles is not None:
+            weights = hide_transposed(weights, n, m * BLOCK_M, entry, call.tiles, LAYOUT)
         slopes = weights
     return weights, slopes

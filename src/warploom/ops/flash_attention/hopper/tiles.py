@@ -82,6 +82,21 @@ def clear_rows(tile, rows):
     thread_barrier()
 
 
+@gluon.jit
+def clear_hidden_rows(tile, words):
+    """`clear_rows` of those rows whose bits in ``words``, of 32 rows each, are 0."""
+    ROWS_OF_TILE: gl.constexpr = tile.shape[0]
+    ACROSS: gl.constexpr = tile.shape[1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    for first in gl.static_range(0, ROWS_OF_TILE, _CLEARED):
+        some = tile.slice(first, _CLEARED)
+        row = first + gl.arange(0, _CLEARED, gl.SliceLayout(1, LAYOUT))
+        seen = ((gl.load(words + row // 32) >> (row % 32)) & 1) != 0
+        some.store(gl.where(seen[:, None], some.load(LAYOUT), 0.0).to(tile.dtype))
+    fence_async_shared()
+    thread_barrier()
+
+
 @gluon.constexpr_function
 def product_layout(columns):
     """Layout of a product with 64 rows, in the registers of a group of warps."""

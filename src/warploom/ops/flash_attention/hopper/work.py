@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from warploom.device.hopper.pipeline import barriers, init_ring, wait_empty, wait_full
+from warploom.ops.flash_attention.hopper.tile_mask import TileMask
 
 UNIT = gl.constexpr(128)
 """Rows of a unit of packed sequences: see `PackedSeq`."""
@@ -98,6 +99,7 @@ class AttentionCall(NamedTuple):
     units: gl.tensor | None = None  # (units, 4) of packed sequences: where queries, and keys, begin and end
     shifts: gl.tensor | None = None  # (units, 2): those of a `PackedSeq`, where tensors are packed
     block_table: gl.tensor | None = None  # (S, P), of adjacent numbers: pages of each sequence
+    tiles: TileMask | None = None
 
 
 class TilePlace(NamedTuple):

@@ -27,7 +27,8 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys, values, and the output or its gradient."""
 
 _ROWS = ("q", "k", "v", "grad", "lse", "delta", "inverse")
-_OF_MASK = ("tiles", "counts", "listed", "bits", "bias", "alibi")
+_OF_ROWS = ("tiles", "listed", "bits", "column_bits", "bias", "alibi")
+_OF_COLUMNS = ("tiles", "listed", "bits", "bias", "alibi")
 
 
 class Tiles(NamedTuple):
@@ -56,7 +57,7 @@ def tiles_of(call: Call, masking: Masking, backward: bool) -> Tiles:
     elif backward:
         tiles = Tiles(64, 64, 8, 2) if wide <= 64 else Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(32, 32, 8, 1)
     else:
-        tiles = Tiles(128, 64, 8, 2) if wide <= 64 else Tiles(64, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+        tiles = Tiles(128, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
     if masking.bias is not None:  # which would be copied ahead too
         tiles = tiles._replace(stages=1)
     least = max(1 << (tokens - 1).bit_length(), 16)
@@ -66,7 +67,7 @@ def tiles_of(call: Call, masking: Masking, backward: bool) -> Tiles:
 def plan_forward(call: Call, masking: Masking, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Launch:
     """Returns the launch of the forward."""
     tiles = tiles_of(call, masking, False)
-    takes = ("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", *_OF_MASK)
+    takes = ("q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", *_OF_ROWS)
     blocks, heads = -(-call.shape.tokens // tiles.block_m), call.shape.heads
     return _plan(masked_forward_kernel, takes, blocks, heads, call, masking, tiles, (q, k, v, out))
 
@@ -75,7 +76,7 @@ def plan_query(call: Call, masking: Masking, rows: Rows) -> Launch:
     """Returns the launch for the gradient of queries; ``rows`` are q, k, v and the gradient of the output."""
     tiles = tiles_of(call, masking, True)
     blocks, heads = -(-call.shape.tokens // tiles.block_m), call.shape.heads
-    takes = (*_ROWS, "dq", "seqused_k", *_OF_MASK)
+    takes = (*_ROWS, "dq", "seqused_k", *_OF_ROWS)
     return _plan(masked_query_kernel, takes, blocks, heads, call, masking, tiles, rows)
 
 
@@ -83,7 +84,7 @@ def plan_key(call: Call, masking: Masking, rows: Rows) -> Launch:
     """Returns the launch for the gradients of keys and values."""
     tiles = tiles_of(call, masking, True)
     blocks, heads = -(-call.shape.keys // tiles.block_n), call.shape.key_heads
-    takes = (*_ROWS, "dk", "dv", "seqused_k", *_OF_MASK)
+    takes = (*_ROWS, "dk", "dv", "seqused_k", *_OF_COLUMNS)
     return _plan(masked_key_kernel, takes, blocks, heads, call, masking, tiles, rows)
 
 
@@ -115,7 +116,7 @@ def _arguments(
     scale, cap = call.scale * LOG2_E, None
     if call.softcap is not None:
         scale, cap = call.scale / call.softcap, call.softcap * LOG2_E
-    layout = layout_for(Strides, q, k, v, other)
+    layout, bias = layout_for(Strides, q, k, v, other), _layout_of(masking.bias)
     sizes = Sizes(
         shape.tokens, shape.keys, shape.heads, shape.group, blocks, 1, 1, 0, 0, 0, *bounds(shape, mask), scale,
         shape.batch_size,
@@ -123,10 +124,11 @@ def _arguments(
     config = TritonConfig(
         mask.left is not None, mask.right is not None, False, layout.vec, layout.unit, layout.wide, shape.head_dim,
         shape.value_dim, product_of(call), tiles.block_m, tiles.block_n, shape.block_d, shape.block_e, False, cap,
+        None, None, bias.unit, bias.vec,
     )  # fmt: skip
     return {
         "sizes": sizes,
-        "masking_sizes": _sizes_of(masking, call.scale),
+        "masking_sizes": _sizes_of(masking, bias.strides, call.scale),
         "strides": ForwardStrides(*layout.strides),
         "config": config,
         "num_warps": tiles.warps,
@@ -134,7 +136,23 @@ def _arguments(
     }
 
 
-def _sizes_of(masking: Masking, grad_scale: float) -> MaskingSizes:
+class _BiasLayout(NamedTuple):
+    """Memory of a bias: whether keys are adjacent, and a divisor of all other strides, which come divided by it."""
+
+    unit: bool
+    vec: int
+    strides: BiasStrides
+
+
+def _layout_of(bias: Tensor | None) -> _BiasLayout:
+    if bias is None:
+        return _BiasLayout(False, 1, BiasStrides(0, 0, 0, 0))
+    *others, last = (0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
+    vec = next(d for d in (8, 1) if all(x % d == 0 for x in others)) if last == 1 else 1
+    return _BiasLayout(last == 1, vec, BiasStrides(*(x // vec for x in others), last))
+
+
+def _sizes_of(masking: Masking, bias: BiasStrides, grad_scale: float) -> MaskingSizes:
     mask_b = mask_h = rows = columns = 0
     if masking.tiles is not None:
         batches, heads, rows, columns = masking.tiles.shape
@@ -143,9 +161,5 @@ def _sizes_of(masking: Masking, grad_scale: float) -> MaskingSizes:
     if masking.alibi is not None:
         *batch, alibi_h = masking.alibi.stride()
         alibi_b = batch[0] if batch else 0
-    bias = BiasStrides(0, 0, 0, 0)
-    batches, heads = 1, 1
-    if masking.bias is not None:
-        batches, heads = masking.bias.shape[:2]
-        bias = BiasStrides(*(0 if n == 1 else s for n, s in zip(masking.bias.shape, masking.bias.stride())))
+    batches, heads = (1, 1) if masking.bias is None else masking.bias.shape[:2]
     return MaskingSizes(mask_b, mask_h, rows, columns, alibi_b, alibi_h, bias, batches, heads, grad_scale)

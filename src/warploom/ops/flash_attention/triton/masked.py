@@ -4,8 +4,9 @@ They are the kernels of `forward` and `backward` with other loops: over the tile
 lists, and over nothing else. Logits are formed by one function for all of them. It adds the slopes and the bias behind the
 cap, and hides keys by position, by a bias of −inf and, in tiles that see some of their keys, by bits.
 
-A tile of queries or keys is within one of 128, so a tile of the mask is some steps of a loop. Zeros stand for keys, values
-and queries that nothing in a tile sees or is seen by, so that NaN in them reaches nothing.
+A tile of queries or keys is within one of 128, so a tile of the mask is some steps of a loop. Zeros are loaded for keys and
+values that no query sees and for queries that see nothing, so that NaN in them reaches nothing. Where it is a bias that
+hides them, that is found for each tile.
 """
 
 from __future__ import annotations
@@ -68,14 +69,15 @@ class HeadMasking(NamedTuple):
     bias: tl.tensor | None
     slope: tl.tensor | None
     bits: tl.tensor | None
+    column_bits: tl.tensor | None
     bias_n: tl.int64
     bias_m: tl.int64
 
 
 @triton.jit
-def bias_of(bias, batch, head, sizes):
+def bias_of(bias, batch, head, sizes, VEC: tl.constexpr):
     """Returns the address of a head's bias."""
-    return bias + batch.to(tl.int64) * sizes.bias.b + head.to(tl.int64) * sizes.bias.h
+    return bias + (batch.to(tl.int64) * sizes.bias.b + head.to(tl.int64) * sizes.bias.h) * VEC
 
 
 @triton.jit
@@ -85,10 +87,49 @@ def slope_of(alibi, batch, head, sizes):
 
 
 @triton.jit
-def mask_logits(products, query, key, slot, masking, tokens, mask, scale, config: tl.constexpr):
+def load_seen_keys(pointers, n, masking, mask, F: tl.constexpr):
+    """Returns the tile of keys or values from key ``n`` on, with zeros for those that no query sees."""
+    if masking.column_bits is None:
+        tile = load_tile(pointers, n, mask.keys, F, True)
+    else:
+        key = n + tl.arange(0, pointers.shape[0])
+        there = key < mask.keys
+        words = tl.load(masking.column_bits + key // 32, mask=there, other=0)
+        there = there & (((words >> (key % 32)) & 1) != 0)
+        tile = tl.load(pointers, mask=there[:, None] & (tl.arange(0, pointers.shape[1]) < F)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_bias(masking, query, key, n, tokens, mask, config: tl.constexpr):
+    """Returns a tile of a bias (M, N) in float32, −inf outside."""
+    BLOCK_N: tl.constexpr = key.shape[0]
+    rows = masking.bias + query.to(tl.int64)[:, None] * (masking.bias_n * config.BIAS_VEC)
+    if config.BIAS_UNIT:
+        pointers = rows + key[None, :]
+    else:
+        pointers = rows + key.to(tl.int64)[None, :] * masking.bias_m
+    there = (query < tokens)[:, None]
+    if n + BLOCK_N <= mask.keys:  # a mask of keys would load one number at a time
+        added = tl.load(pointers, mask=there, other=float("-inf"))
+    else:
+        added = tl.load(pointers, mask=there & (key < mask.keys)[None, :], other=float("-inf"))
+    return added.to(tl.float32)
+
+
+@triton.jit
+def load_bits(bits, query, key, slot):
+    """Returns which keys the queries see in a tile of a mask with bits."""
+    places = slot.to(tl.int64) * 512 + (query % 128 * 4)[:, None] + (key % 128 // 32)[None, :]
+    return ((tl.load(bits + places) >> (key % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def mask_logits(products, query, key, n, slot, masking, tokens, mask, scale, config: tl.constexpr):
     """Returns logits (M, N) in powers of two, −inf where keys are hidden; which are seen; and what was capped, by the cap.
 
-    ``query`` (M,) and ``key`` (N,) are numbers of rows, ``slot`` is the entry of their tile, and None without a mask.
+    ``query`` (M,) and ``key`` (N,), from ``n`` on, are numbers of rows, ``slot`` is the entry of their tile, and None
+    without a mask.
     """
     position = query + (mask.keys - tokens)  # the last query stands at the last key
     capped = products * scale
@@ -100,15 +141,12 @@ def mask_logits(products, query, key, slot, masking, tokens, mask, scale, config
     if masking.slope is not None:
         logits += masking.slope * (key[None, :] - position[:, None]).to(tl.float32)
     if masking.bias is not None:
-        places = query.to(tl.int64)[:, None] * masking.bias_n + key.to(tl.int64)[None, :] * masking.bias_m
-        added = tl.load(masking.bias + places, mask=seen, other=float("-inf")).to(tl.float32)
+        added = load_bias(masking, query, key, n, tokens, mask, config)
         seen = seen & (added != float("-inf"))
         logits += added * LOG2_E
     if masking.bits is not None:
-        row, column = query % 128, key % 128
-        places = slot.to(tl.int64) * 512 + row[:, None] * 4 + (column // 32)[None, :]
-        words = tl.load(masking.bits + places, mask=seen & (slot >= 0), other=-1)
-        seen = seen & (((words >> (column % 32)[None, :]) & 1) != 0)
+        if slot >= 0:
+            seen = seen & load_bits(masking.bits, query, key, slot)
     return tl.where(seen, logits, float("-inf")), seen, capped
 
 
@@ -133,12 +171,12 @@ def listed_within(listed, count, low, high):
 
 
 @triton.jit
-def loop_of(listed, count, low, high, BLOCK: tl.constexpr):
+def loop_of(listed, low, high, BLOCK: tl.constexpr):
     """Returns the first and the last step of a loop over rows ``low … high``, in blocks, of all tiles or those listed."""
     if listed is None:
         begin, end = low // BLOCK, tl.cdiv(high, BLOCK)
     else:
-        begin, end = listed_within(listed, tl.load(count), low, high)
+        begin, end = listed_within(listed + 1, tl.load(listed), low, high)
         begin *= 128 // BLOCK
         end *= 128 // BLOCK
     return begin, tl.maximum(end, begin)
@@ -150,7 +188,7 @@ def step_of(listed, tiles, stride, i, BLOCK: tl.constexpr):
     slot = i * 0
     first = i * BLOCK
     if listed is not None:
-        tile = tl.load(listed + i // (128 // BLOCK))
+        tile = tl.load(listed + 1 + i // (128 // BLOCK))
         slot = tl.load(tiles + tile * stride)
         first = tile * 128 + i % (128 // BLOCK) * BLOCK
     return first, slot
@@ -160,6 +198,12 @@ def step_of(listed, tiles, stride, i, BLOCK: tl.constexpr):
 def mask_row(batch, head, sizes):
     """Returns the number of the mask of a head among all masks, in 64 bits."""
     return (batch * sizes.mask_b + head * sizes.mask_h).to(tl.int64)
+
+
+@triton.jit
+def column_bits_of(column_bits, batch, head, sizes):
+    """Returns the address of the bits of the keys that a head sees."""
+    return column_bits + mask_row(batch, head, sizes) * (sizes.mask_columns * 4)
 
 
 @triton.jit
@@ -175,12 +219,13 @@ def keys_seen(m, tokens, mask, config: tl.constexpr):
 
 @triton.jit
 def masked_forward_kernel(
-    q, k, v, out, lse, statistics, sink, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    q, k, v, out, lse, statistics, sink, seqused_k, tiles, listed, bits, column_bits, bias, alibi,
     sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries of one head: `forward_kernel` on listed tiles of keys.
 
-    ``tiles`` (B, H, R, C), ``counts`` (B, H, R), ``listed`` (B, H, R, C) and ``bits`` (P, 128, 4) are those of a mask.
+    ``tiles`` (B, H, R, C), ``listed`` (B, H, R, 1 + C), ``bits`` (P, 128, 4) and ``column_bits``
+    (B, H, C, 4) are those of a mask.
     """
     heads, tokens, scale = sizes.heads, sizes.tokens, sizes.scale
     D: tl.constexpr = config.D
@@ -193,16 +238,17 @@ def masked_forward_kernel(
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M  # the last queries may see the most keys
     if bias is not None:
-        bias = bias_of(bias, batch, head, masking_sizes)
+        bias = bias_of(bias, batch, head, masking_sizes, config.BIAS_VEC)
     slope = alibi
     if alibi is not None:
         slope = slope_of(alibi, batch, head, masking_sizes)
-    masking = HeadMasking(bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
+    if column_bits is not None:
+        column_bits = column_bits_of(column_bits, batch, head, masking_sizes)
+    masking = HeadMasking(bias, slope, bits, column_bits, masking_sizes.bias.n, masking_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
         of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
-        counts += of_row
-        listed += of_row * masking_sizes.mask_columns
+        listed += of_row * (masking_sizes.mask_columns + 1)
         tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptr = base_of(q, batch, m, head, strides.q, config.VEC)
@@ -215,17 +261,18 @@ def masked_forward_kernel(
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     low, high = keys_seen(m, tokens, mask, config)
-    begin, end = loop_of(listed, counts, low, high, BLOCK_N)
+    begin, end = loop_of(listed, low, high, BLOCK_N)
     for i in tl.range(begin, end):
         n, slot = step_of(listed, tiles, 1, i, BLOCK_N)
-        k_tile = load_tile(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, mask.keys, D, True)
-        v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
+        k_tile = load_seen_keys(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, masking, mask, D)
+        v_tile = load_seen_keys(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, masking, mask, E)
         products = product(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
         logits, seen, _ = mask_logits(
-            products, query, n + tl.arange(0, BLOCK_N), slot, masking, tokens, mask, scale, config
+            products, query, n + tl.arange(0, BLOCK_N), n, slot, masking, tokens, mask, scale, config
         )  # fmt: skip
         weights, row_sum, row_max, rescale = update_softmax(logits, 1.0, row_sum, row_max, True)
-        v_tile = tl.where(some(seen, 0)[:, None], v_tile, tl.zeros_like(v_tile))
+        if bias is not None:
+            v_tile = tl.where(some(seen, 0)[:, None], v_tile, tl.zeros_like(v_tile))
         weights = as_factor(weights, v.dtype.element_ty, PRECISION)
         acc = product(weights, v_tile, acc * rescale[:, None], PRECISION)
     out_ptr = base_of(out, batch, m, head, strides.out, config.VEC)
@@ -250,12 +297,13 @@ class MaskedQueries(NamedTuple):
 
 @triton.jit
 def load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row, m, tokens, config: tl.constexpr):
-    """Returns `MaskedQueries` from query ``m`` on, whose numbers begin at ``row``."""
+    """Returns `MaskedQueries` from query ``m`` on, whose numbers begin at ``row``; zeros for those that see nothing."""
     query = m + tl.arange(0, config.BLOCK_M)
     in_range = query < tokens
-    q_tile = load_tile(q_ptrs, m, tokens, config.D, True)
-    do_tile = load_tile(do_ptrs, m, tokens, config.E, True)
     row_lse = tl.load(lse + row + query, mask=in_range, other=float("inf"))
+    sees = (row_lse < float("inf"))[:, None]
+    q_tile = tl.load(q_ptrs, mask=sees & (tl.arange(0, config.BLOCK_D) < config.D)[None, :], other=0.0)
+    do_tile = tl.load(do_ptrs, mask=sees & (tl.arange(0, config.BLOCK_E) < config.E)[None, :], other=0.0)
     row_delta = tl.load(delta + row + query, mask=in_range, other=0.0)
     factor = row_delta * 0.0 + 1.0
     if inverse is not None:
@@ -264,12 +312,14 @@ def load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row, m, tokens, config: tl.c
 
 
 @triton.jit
-def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config: tl.constexpr):
+def gradients_of_logits(
+    rows, k_tile, v_tile, query, key, n, slot, masking, tokens, mask, scale, config: tl.constexpr
+):
     """Returns weights (M, N), gradients of logits, those of products of queries and keys but for the scale, and what is seen."""
     PRECISION: tl.constexpr = config.PRECISION
     zeros = tl.zeros((config.BLOCK_M, config.BLOCK_N), dtype=tl.float32)
     products = product(rows.q, k_tile.T, zeros, PRECISION)
-    logits, seen, capped = mask_logits(products, query, key, slot, masking, tokens, mask, scale, config)
+    logits, seen, capped = mask_logits(products, query, key, n, slot, masking, tokens, mask, scale, config)
     weights = power_of_two(logits - rows.lse[:, None]) * rows.inverse[:, None]
     weights = tl.where(seen, weights, 0.0)
     dweights = product(rows.do, v_tile.T, zeros, PRECISION)
@@ -282,7 +332,7 @@ def gradients_of_logits(rows, k_tile, v_tile, query, key, slot, masking, tokens,
 
 @triton.jit
 def masked_query_kernel(
-    q, k, v, grad, lse, delta, inverse, dq, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    q, k, v, grad, lse, delta, inverse, dq, seqused_k, tiles, listed, bits, column_bits, bias, alibi,
     sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one tile of queries of one head. ``strides.out`` are those of ``grad``; dq has no gaps."""
@@ -297,16 +347,17 @@ def masked_query_kernel(
     batch, head = row // heads, row % heads
     m = (sizes.blocks - 1 - block) * BLOCK_M
     if bias is not None:
-        bias = bias_of(bias, batch, head, masking_sizes)
+        bias = bias_of(bias, batch, head, masking_sizes, config.BIAS_VEC)
     slope = alibi
     if alibi is not None:
         slope = slope_of(alibi, batch, head, masking_sizes)
-    masking = HeadMasking(bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
+    if column_bits is not None:
+        column_bits = column_bits_of(column_bits, batch, head, masking_sizes)
+    masking = HeadMasking(bias, slope, bits, column_bits, masking_sizes.bias.n, masking_sizes.bias.m)
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
         of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
-        counts += of_row
-        listed += of_row * masking_sizes.mask_columns
+        listed += of_row * (masking_sizes.mask_columns + 1)
         tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptrs = base_of(q, batch, m, head, strides.q, config.VEC) + tile_offsets(
@@ -322,16 +373,17 @@ def masked_query_kernel(
     rows = load_rows(q_ptrs, do_ptrs, lse, delta, inverse, row.to(tl.int64) * tokens, m, tokens, config)
     dq_tile = tl.zeros((BLOCK_M, config.BLOCK_D), dtype=tl.float32)
     low, high = keys_seen(m, tokens, mask, config)
-    begin, end = loop_of(listed, counts, low, high, BLOCK_N)
+    begin, end = loop_of(listed, low, high, BLOCK_N)
     for i in tl.range(begin, end):
         n, slot = step_of(listed, tiles, 1, i, BLOCK_N)
-        k_tile = load_tile(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, mask.keys, D, True)
-        v_tile = load_tile(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, mask.keys, E, True)
+        k_tile = load_seen_keys(k_ptr + n * (strides.k.n * config.VEC) + k_offsets, n, masking, mask, D)
+        v_tile = load_seen_keys(v_ptr + n * (strides.v.n * config.VEC) + v_offsets, n, masking, mask, E)
         key = n + tl.arange(0, BLOCK_N)
         _, _, dproducts, seen = gradients_of_logits(
-            rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
+            rows, k_tile, v_tile, query, key, n, slot, masking, tokens, mask, scale, config
         )
-        k_tile = tl.where(some(seen, 0)[:, None], k_tile, tl.zeros_like(k_tile))
+        if bias is not None:
+            k_tile = tl.where(some(seen, 0)[:, None], k_tile, tl.zeros_like(k_tile))
         dq_tile = product(as_factor(dproducts, k.dtype.element_ty, PRECISION), k_tile, dq_tile, PRECISION)
     feature = tl.arange(0, config.BLOCK_D)
     places = ((batch.to(tl.int64) * tokens + query) * heads + head)[:, None] * D + feature[None, :]
@@ -349,12 +401,12 @@ def queries_seeing(n, tokens, mask, config: tl.constexpr):
 
 @triton.jit
 def masked_key_kernel(
-    q, k, v, grad, lse, delta, inverse, dk, dv, seqused_k, tiles, counts, listed, bits, bias, alibi,
+    q, k, v, grad, lse, delta, inverse, dk, dv, seqused_k, tiles, listed, bits, bias, alibi,
     sizes: Sizes, masking_sizes: MaskingSizes, strides: ForwardStrides, config: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of one tile of keys and values of one head, one query head after another.
 
-    ``counts`` (B, H, C) and ``listed`` (B, H, C, R) are those of a mask's columns. dk and dv have no gaps.
+    ``listed`` (B, H, C, 1 + 2 R) are those of a mask's columns. dk and dv have no gaps.
     """
     tokens, scale = sizes.tokens, sizes.scale
     D: tl.constexpr = config.D
@@ -381,23 +433,21 @@ def masked_key_kernel(
         head = key_head * sizes.group + number
         own_bias = bias
         if bias is not None:
-            own_bias = bias_of(bias, batch, head, masking_sizes)
+            own_bias = bias_of(bias, batch, head, masking_sizes, config.BIAS_VEC)
         slope = alibi
         if alibi is not None:
             slope = slope_of(alibi, batch, head, masking_sizes)
-        masking = HeadMasking(own_bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
-        own_counts = counts
+        masking = HeadMasking(own_bias, slope, bits, None, masking_sizes.bias.n, masking_sizes.bias.m)
         own_listed = listed
         own_tiles = tiles
         if listed is not None:
             of_head = mask_row(batch, head, masking_sizes)
             of_column = of_head * masking_sizes.mask_columns + n // 128
-            own_counts = counts + of_column
-            own_listed = listed + of_column * masking_sizes.mask_rows
+            own_listed = listed + of_column * (2 * masking_sizes.mask_rows + 1)
             own_tiles = tiles + of_head * masking_sizes.mask_rows * masking_sizes.mask_columns + n // 128
         q_ptr = base_of(q, batch, n * 0, head, strides.q, config.VEC)
         do_ptr = base_of(grad, batch, n * 0, head, strides.out, config.VEC)
-        begin, end = loop_of(own_listed, own_counts, low, high, BLOCK_M)
+        begin, end = loop_of(own_listed, low, high, BLOCK_M)
         for i in tl.range(begin, end):
             m, slot = step_of(own_listed, own_tiles, masking_sizes.mask_columns, i, BLOCK_M)
             rows = load_rows(
@@ -406,14 +456,11 @@ def masked_key_kernel(
                 lse, delta, inverse, (batch * sizes.heads + head).to(tl.int64) * tokens, m, tokens, config,
             )  # fmt: skip
             query = m + tl.arange(0, BLOCK_M)
-            weights, _, dproducts, seen = gradients_of_logits(
-                rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
+            weights, _, dproducts, _ = gradients_of_logits(
+                rows, k_tile, v_tile, query, key, n, slot, masking, tokens, mask, scale, config
             )
-            sees = some(seen, 1)[:, None]
-            q_tile = tl.where(sees, rows.q, tl.zeros_like(rows.q))
-            do_tile = tl.where(sees, rows.do, tl.zeros_like(rows.do))
-            dv_tile = product(as_factor(weights.T, q.dtype.element_ty, PRECISION), do_tile, dv_tile, PRECISION)
-            dk_tile = product(as_factor(dproducts.T, q.dtype.element_ty, PRECISION), q_tile, dk_tile, PRECISION)
+            dv_tile = product(as_factor(weights.T, q.dtype.element_ty, PRECISION), rows.do, dv_tile, PRECISION)
+            dk_tile = product(as_factor(dproducts.T, q.dtype.element_ty, PRECISION), rows.q, dk_tile, PRECISION)
     at = ((batch.to(tl.int64) * sizes.keys + key) * key_heads + key_head)[:, None]
     store_tile(
         dk + at * D + tl.arange(0, config.BLOCK_D)[None, :], dk_tile * masking_sizes.grad_scale, n, sizes.keys, D
@@ -459,11 +506,11 @@ def masked_bias_kernel(
             head = own_head * per_head + number
             own_bias = bias
             if bias is not None:
-                own_bias = bias_of(bias, batch, head, masking_sizes)
+                own_bias = bias_of(bias, batch, head, masking_sizes, config.BIAS_VEC)
             slope = alibi
             if alibi is not None:
                 slope = slope_of(alibi, batch, head, masking_sizes)
-            masking = HeadMasking(own_bias, slope, bits, masking_sizes.bias.n, masking_sizes.bias.m)
+            masking = HeadMasking(own_bias, slope, bits, None, masking_sizes.bias.n, masking_sizes.bias.m)
             k_ptr = base_of(k, batch, n, head // sizes.group, strides.k, config.VEC)
             v_ptr = base_of(v, batch, n, head // sizes.group, strides.v, config.VEC)
             for step in range(tl.cdiv(end_row - first_row, BLOCK_M)):
@@ -483,7 +530,7 @@ def masked_bias_kernel(
                     )  # fmt: skip
                     query = m + tl.arange(0, BLOCK_M)
                     _, dlogits, _, _ = gradients_of_logits(
-                        rows, k_tile, v_tile, query, key, slot, masking, tokens, mask, scale, config
+                        rows, k_tile, v_tile, query, key, n, slot, masking, tokens, mask, scale, config
                     )
                     if SUM_ROWS:
                         total += tl.sum(dlogits, axis=0)[None, :]

@@ -59,6 +59,8 @@ class TritonConfig(NamedTuple):
     SOFTCAP: tl.constexpr = None  # in powers of two
     PAGE: tl.constexpr = None  # keys of a page, where they lie in pages
     FEW: tl.constexpr = None  # of packed queries on a cache, those of a sequence that `decode` takes, at most
+    BIAS_UNIT: tl.constexpr = False  # whether a bias has adjacent numbers for keys
+    BIAS_VEC: tl.constexpr = 1  # common divisor of its other strides
 
 
 class Mask(NamedTuple):
