@@ -224,6 +224,19 @@ def test_kernels_agree_with_the_definition(
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@backends
+def test_a_row_of_the_smallest_numbers_has_equal_weights(
+    backend: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    q, k, v = (x.to(device) for x in draw(dtype, 20, 33))
+    bias = torch.zeros(1, 1, 20, 33, device=device, dtype=dtype)
+    bias[..., 7, :] = torch.finfo(dtype).min
+    out = flash_attention(q, k, v, bias=bias, backend=backend)
+    mean = v.float().mean(1).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    torch.testing.assert_close(out[:, 7].float(), mean, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0.0)
+
+
 @backends
 def test_gradients_of_a_bias_have_the_same_bits_twice(backend: Any, device: torch.device) -> None:
     q, k, v = (x.to(device) for x in draw(torch.float32, 40, 33))

@@ -143,7 +143,9 @@ def mask_logits(products, query, key, n, slot, masking, tokens, mask, scale, con
     if masking.bias is not None:
         added = load_bias(masking, query, key, n, tokens, mask, config)
         seen = seen & (added != float("-inf"))
-        logits += added * LOG2_E
+        added *= LOG2_E
+        # The smallest finite number, which others use to hide keys, is not −∞: a row of it alone has equal weights.
+        logits += tl.where(added == float("-inf"), -3.4028234e38, added)
     if masking.bits is not None:
         if slot >= 0:
             seen = seen & load_bits(masking.bits, query, key, slot)
