@@ -407,12 +407,12 @@ def test_a_mask_that_was_changed_is_refused(backend: Any, part: str) -> None:
         flash_attention(Q.cpu(), Q.cpu(), Q.cpu(), mask=made, backend=backend)
 
 
-@pytest.mark.parametrize("part", ["row_counts", "row_tiles", "column_counts", "column_tiles"])
+@pytest.mark.parametrize("part", ["row_lists", "column_lists"])
 def test_lists_that_were_changed_are_refused(part: str) -> None:
     made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())
     for number in (-1, 2):
         other = made._replace(**{part: torch.full_like(getattr(made, part), number)})
-        with pytest.raises(warploom.ArgumentError, match=f"{part} of mask must be of numbers between 0 and"):
+        with pytest.raises(warploom.ArgumentError, match=f"{part} of mask must be of its tiles"):
             flash_attention(Q, Q, Q, mask=other)
 
 

@@ -105,7 +105,7 @@ def _jvp(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
         return flash_attention(q, k, v, return_lse=True, **options)
 
     q, k, v = (x.detach() for x in (q, k, v))
-    primals, tangents = torch.func.jvp(attend, (q, k, v), (q, k, v))
+    primals, tangents = torch.func.jvp(attend, (q, k, v), (q, k, v))[:2]
     return *primals, *tangents
 
 

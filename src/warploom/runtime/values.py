@@ -104,13 +104,18 @@ def check_lengths(function: str, argument: str, lengths: Tensor | None, most: in
             raise fault(ArgumentError, function, argument, f"of numbers between 0 and M = {most}", length)
 
 
+def is_read(tensor: Tensor) -> bool:
+    """Returns whether the values of a tensor are checked: it `is_readable`, and no mode sees what is computed."""
+    return is_readable(tensor) and not _dispatch_modes()
+
+
 def check_range(function: str, argument: str, numbers: Tensor, least: int, most: int) -> None:
     """Raise unless integers are between ``least`` and ``most``.
 
     Raises:
         ArgumentError: One is not.
     """
-    if not is_readable(numbers) or numbers.numel() == 0 or _dispatch_modes():
+    if not is_read(numbers) or numbers.numel() == 0:
         return
     for extreme in map(int, numbers.aminmax()):
         if not least <= extreme <= most:

@@ -16,7 +16,7 @@ import torch
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import check_device, format_value, is_int
 from warploom.runtime.names import hide_catch_alls, refuse_missing, refuse_unknown
-from warploom.runtime.values import check_range
+from warploom.runtime.values import check_range, is_read
 
 Tensor = torch.Tensor
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -216,11 +216,10 @@ def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None
     entries = tuple(mask.tiles.shape[:2])
     expected = {
         "tiles": (*entries, rows, columns),
-        "row_counts": (*entries, rows),
-        "row_tiles": (*entries, rows, columns),
-        "column_counts": (*entries, columns),
-        "column_tiles": (*entries, columns, rows),
+        "row_lists": (*entries, rows, 1 + columns),
+        "column_lists": (*entries, columns, 1 + 2 * rows),
         "bits": (*mask.bits.shape[:1], TILE, _WORDS),
+        "column_bits": (*entries, columns, _WORDS),
     }
     for part, shape in expected.items():
         tensor: Tensor = getattr(mask, part)
@@ -232,21 +231,16 @@ def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None
 
 
 def check_numbers(function: str, mask: BlockMask) -> None:
-    """Raise unless the numbers in a mask, where they are checked, are places of its tiles and bits.
+    """Raise unless a mask's numbers, where they are checked, are places of its bits, and its lists name its tiles.
 
     Raises:
         ArgumentError: One is not.
     """
-    rows, columns = mask.tiles.shape[2:]
-    bounds = {
-        "tiles": (NOTHING, mask.bits.shape[0] - 1),
-        "row_counts": (0, columns),
-        "row_tiles": (0, columns - 1),
-        "column_counts": (0, rows),
-        "column_tiles": (0, rows - 1),
-    }
-    for part, (least, most) in bounds.items():
-        check_range(function, f"{part} of mask", getattr(mask, part), least, most)
+    check_range(function, "tiles of mask", mask.tiles, NOTHING, mask.bits.shape[0] - 1)
+    if is_read(mask.tiles):
+        for part, expected in zip(("row_lists", "column_lists"), _all_lists(mask.tiles)):
+            if not torch.equal(getattr(mask, part), expected):
+                raise fault(ArgumentError, function, f"{part} of mask", "of its tiles, as of block_mask", "others")
 
 
 def _check_dense(mask: Tensor) -> None:
@@ -361,12 +355,16 @@ def _of_chunks(shape: Any, chunks: Iterator[Tensor], compact: bool) -> BlockMask
         seen = seen.to(chunk.device) | padded.any(2)
         states.append(torch.where(partial, place, torch.where(whole, EVERYTHING, NOTHING)).int())
     tiles = torch.cat(states, 2)
+    column_bits = _pack(seen.view(batch, heads, columns, TILE))
+    return BlockMask(shape, tiles, *_all_lists(tiles), torch.cat(kept), column_bits)
+
+
+def _all_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the lists of rows and of columns: see `BlockMask`."""
     some = (tiles != NOTHING).int()
-    places = some.cumsum(3, dtype=torch.int32) - some
+    places = (some.cumsum(3, dtype=torch.int32) - some).transpose(2, 3)
     of_columns = _lists(tiles.transpose(2, 3))
-    places = places.transpose(2, 3).gather(3, of_columns[..., 1:].long())
-    lists = _lists(tiles), torch.cat((of_columns, places), -1)
-    return BlockMask(shape, tiles, *lists, torch.cat(kept), _pack(seen.view(batch, heads, columns, TILE)))
+    return _lists(tiles), torch.cat((of_columns, places.gather(3, of_columns[..., 1:].long())), -1)
 
 
 def _lists(tiles: Tensor) -> Tensor:
