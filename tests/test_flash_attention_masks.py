@@ -399,12 +399,17 @@ PARTS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 @backends
-def test_a_mask_that_was_changed_is_refused(backend: Any, part: str) -> None:
+def test_a_mask_that_was_changed_is_refused(backend: Any, part: str, device: torch.device) -> None:
     """No kernel reads outside of its bits."""
     tiles, error, text = PARTS[part]
-    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())._replace(tiles=tiles)
-    with pytest.raises(error, match=text):
-        flash_attention(Q.cpu(), Q.cpu(), Q.cpu(), mask=made, backend=backend)
+    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())._replace(tiles=tiles).to(device)
+    q = Q.to(device)
+    warploom.check_values(True)
+    try:
+        with pytest.raises(error, match=text):
+            flash_attention(q, q, q, mask=made, backend=backend)
+    finally:
+        warploom.check_values(False)
 
 
 @pytest.mark.parametrize("part", ["row_lists", "column_lists"])

@@ -275,7 +275,7 @@ def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pyt
         prompts,
         generation_config=transformers.GenerationConfig(**options),
         continuous_batching_config=transformers.ContinuousBatchingConfig(
-            page_size=16, num_blocks=64, max_batch_tokens=16, use_async_batching=False
+            page_size=16, num_blocks=64, max_batch_tokens=16, use_async_batching=False, use_cuda_graph=False
         ),
         progress_bar=False,
     )

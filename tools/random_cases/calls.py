@@ -403,7 +403,10 @@ def _flash_attention(draft: _Draft) -> None:
     heads = key_heads * draft.groups()
     most = 300 if draft.dtype == "float64" or draft.flag("wide", 0.02, compiled=1) else 256
     latent = (
-        packed in ("no", "queries on a cache") and "16" in draft.dtype and draft.flag("latent", 0.06, compiled=1)
+        not draft.small
+        and packed in ("no", "queries on a cache")
+        and "16" in draft.dtype
+        and draft.flag("latent", 0.06, compiled=1)
     )
     if latent:  # a cache of more features, whose values are most often in its keys
         features = draft.number("latent.D", (576, 576, 288, 257, 512, 575), 257, 576, 257, compiled=1)

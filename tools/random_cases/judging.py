@@ -136,6 +136,8 @@ class Prepared:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns outputs of a function and their tangents, for random ones of what would want a gradient."""
         wanted = [name for name, x in given.items() if torch.is_tensor(x) and x.requires_grad]
+        if not wanted:  # one entry of a batch alone
+            return list(as_tuple(function(**given, **options))), []
         generator = torch.Generator().manual_seed(self.call.seed)
         # PyTorch's own views of lazily negated tensors fail with a tangent.
         primals = [given[name].detach().resolve_neg() for name in wanted]

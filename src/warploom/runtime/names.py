@@ -172,12 +172,12 @@ def _refusing(method: F) -> F:
     suffix = "" if method.__name__ in ("__init__", "forward") else f".{method.__name__}"
     _, *parameters = inspect.signature(method).parameters.values()  # without self
     known = {p.name: p for p in parameters}
-    names = known.keys()
+    names = frozenset(known)
     most = 1 + sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
     @functools.wraps(method)
     def checked(*given: Any, **named: Any) -> Any:
-        if len(given) > most or not named.keys() <= names:
+        if len(given) > most or not names.issuperset(named):
             unknown = {x: value for x, value in named.items() if x not in known}
             _refuse(f"{type(given[0]).__name__}{suffix}", known, given[most:], unknown)
         return method(*given, **named)

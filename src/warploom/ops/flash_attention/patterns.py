@@ -93,9 +93,15 @@ def _make_mask(name: str, n: int, m: int, device: torch.device) -> BlockMask:
 def _untouched(n: int, m: int) -> BlockMask:
     """Returns a mask of the sizes of another, which no launch reads."""
     rows, columns = -(-n // TILE), -(-m // TILE)
-    shapes = (rows, columns), (rows,), (rows, columns), (columns,), (columns, rows)
-    tensors = [torch.empty((1, 1, *shape), dtype=torch.int32) for shape in shapes]
-    return BlockMask((1, 1, n, m), *tensors, torch.empty((1, TILE, TILE // 32), dtype=torch.int32))  # type: ignore[call-arg]
+    sizes = {
+        "tiles": (1, 1, rows, columns),
+        "row_lists": (1, 1, rows, 1 + columns),
+        "column_lists": (1, 1, columns, 1 + 2 * rows),
+        "bits": (1, TILE, TILE // 32),
+        "column_bits": (1, 1, columns, TILE // 32),
+    }
+    tensors = {name: torch.empty(shape, dtype=torch.int32) for name, shape in sizes.items()}
+    return BlockMask((1, 1, n, m), **tensors)
 
 
 def masked_traffic(case: Case, mode: str) -> Traffic:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import cos_sin, phase_step
-from warploom.device.product import dot, dot_of_terms, find_scale, product, round_to
+from warploom.device.product import dot, dot_of_terms, find_scale, product, round_to, terms_of
 
 SUBSTITUTED = tl.constexpr(16)
 """Rows of the blocks that are inverted by substitution."""
@@ -209,7 +209,7 @@ def exact_terms(x):
 def sum_rows(chosen, x):
     """Returns the sums (T, F) of the rows of ``x`` that are ``chosen`` (T, T), to float32's accuracy."""
     ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
-    terms = exact_terms(x)
+    terms = terms_of(x, 3)
     total = tl.zeros(x.shape, tl.float32)
     for i in tl.static_range(3):  # the smallest first
         total = dot_of_terms((ones,), (terms[2 - i],), 0, 0, total)
