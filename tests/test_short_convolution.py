@@ -102,7 +102,9 @@ def test_packed_sequences_are_each_alone(given: bool, backend: str, device: torc
         own = grads[0][:, first:end], grads[1][s : s + 1]
         alone, state, *found = results_of(one, backend, own)
         each_of = dict(zip(names, found, strict=True))
-        assert torch.equal(alone, out[:, first:end])
+        if backend == "triton":  # PyTorch's convolution promises no bits
+            assert torch.equal(alone, out[:, first:end])
+        assert_near(alone, out[:, first:end])
         assert torch.equal(state, last[s : s + 1])
         assert_near(of["x"][:, first:end], each_of["x"])
         if given:

@@ -107,6 +107,10 @@ def plan_backward(
     if wanted[3] and initial is not None:
         dinitial = Buffer.rows(inputs.state_shape, initial.dtype)
     dz = None if options.activation == "none" else dx
+    if (
+        dz is not None and dinitial is not None and dinitial.dtype != x.dtype
+    ):  # a gradient that is not rounded to that
+        dz = dz.to(dinitial.dtype)
     preactivation = sums = None
     if wanted[1] or wanted[2] or dz is not None:
         rows = {"x": x, "grad": grad, "dz": grad if dz is None else dz}
