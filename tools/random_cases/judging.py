@@ -136,8 +136,6 @@ class Prepared:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns outputs of a function and their tangents, for random ones of what would want a gradient."""
         wanted = [name for name, x in given.items() if torch.is_tensor(x) and x.requires_grad]
-        if not wanted:  # one entry of a batch alone
-            return list(as_tuple(function(**given, **options))), []
         generator = torch.Generator().manual_seed(self.call.seed)
         # PyTorch's own views of lazily negated tensors fail with a tangent.
         primals = [given[name].detach().resolve_neg() for name in wanted]
@@ -317,8 +315,8 @@ def judge_entry(prepared: Prepared, verdict: Verdict) -> int:
         Failure: It gives others.
     """
     call, batch = prepared.call, prepared.call.outputs[0][0]
-    if call.operator not in INDEPENDENT_OF_BATCH or batch < 2 or prepared.in_torch:
-        return 0
+    if call.operator not in INDEPENDENT_OF_BATCH or batch < 2 or prepared.in_torch or call.forward_mode:
+        return 0  # an entry alone has no tangents, with which outputs may come from elsewhere
     alone = prepared.entry(call.seed % batch)
     alone.options = alone.options | {"backend": "triton"}
     try:

@@ -66,7 +66,9 @@ any_requires_grad: Callable[..., bool] = _find("_C._any_requires_grad", _any_req
 forward_ad: Any = torch.autograd.forward_ad
 """Has ``_current_level``, negative where there are no forward-mode derivatives."""
 if not hasattr(forward_ad, "_current_level"):
-    forward_ad = SimpleNamespace(**{**vars(forward_ad), "_current_level": 0})
+    forward_ad = SimpleNamespace(
+        _current_level=0, unpack_dual=forward_ad.unpack_dual, make_dual=forward_ad.make_dual
+    )
 
 
 def _refuse_forward(enabled: bool) -> Any:
