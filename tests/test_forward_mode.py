@@ -61,7 +61,8 @@ def test_rows_in_which_one_key_has_all_the_weight(
     size: float, shift: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Their dS is large, and what remains of it around its mean is not: that is what is rounded."""
-    q, k, v, *tangents = draw(device, dtype, *[(1, 150, 2, 32)] * 6)
+    heads = 8 if device.type == "cuda" else 2  # with which lse has the numbers that a budget takes (`FEWEST`)
+    q, k, v, *tangents = draw(device, dtype, *[(1, 150, heads, 32)] * 6)
     assert_within_budget((q * size, k + shift, v), tuple(tangents), device, causal=True)
 
 
