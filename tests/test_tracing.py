@@ -267,12 +267,12 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
     assert done.returncode == 0, done.stderr
     operators = (
         *("append_kv", "delta_attention", "flash_attention", "flash_attention_into", "linear_attention", "lrpe"),
-        *("flash_attention_masked", "rotary_attention"),
+        *("flash_attention_jvp", "flash_attention_masked", "rotary_attention"),
         "short_convolution",
         *("tpa_attention", "tpa_decode"),
     )
     names = {f"{name}{part}_launch" for name in operators for part in ("", "_backward")}
-    without_gradient = ("append_kv", "flash_attention_into", "tpa_decode")
+    without_gradient = ("append_kv", "flash_attention_into", "flash_attention_jvp", "tpa_decode")
     assert done.stdout == f"{sorted(names - {f'{name}_backward_launch' for name in without_gradient})}\n"
     torch.testing.assert_close(torch.load(tensors), lrpe_rotate(*inputs, backend="torch"))
 
