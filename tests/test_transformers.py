@@ -127,6 +127,7 @@ def loss_of(model: Model, ids: torch.Tensor, given: dict[str, Any]) -> tuple[tor
     return logits[there], (logits * weights)[there].sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients(name: str, place: str) -> None:
@@ -142,6 +143,7 @@ def test_logits_and_gradients(name: str, place: str) -> None:
         assert ((x.grad - y.grad).abs().max() / scale) < 1e-3, parameter
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
@@ -387,6 +389,7 @@ MATRICES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {  # ours, and what eag
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", MATRICES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_masks_that_are_matrices(name: str, what: str) -> None:
@@ -462,6 +465,7 @@ def biased(request: pytest.FixtureRequest) -> tuple[Model, Model]:
     return eager, ours
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_biases_by_position(biased: tuple[Model, Model], side: str) -> None:
     """Of T5's encoder and decoder; gradients of the table of biases are among those of all parameters."""
@@ -478,6 +482,7 @@ def test_biases_by_position(biased: tuple[Model, Model], side: str) -> None:
             assert ((x.grad - y[1].grad).abs().max() / (x.grad.abs().max() + 1e-6)) < 1e-3, parameter
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_tokens_of_models_with_biases(biased: tuple[Model, Model], side: str, cache: str) -> None:
@@ -701,6 +706,7 @@ def test_another_name() -> None:
     transformers.AttentionMaskInterface._global_mapping.pop("loom")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt_neox"])
 def test_rotary_positions(name: str, place: str) -> None:
@@ -796,6 +802,7 @@ def test_rotary_positions_that_it_cannot_turn(monkeypatch: pytest.MonkeyPatch) -
     assert file.apply_rotary_pos_emb is backwards
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_attention_and_rotary_positions_at_once(name: str, place: str) -> None:
