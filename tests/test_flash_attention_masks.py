@@ -525,6 +525,7 @@ def test_a_mask_is_pickled_and_moved() -> None:
     assert torch.equal(again.dense(), MASK)
 
 
+@pytest.mark.sample(2)
 @backends
 def test_masks_and_biases_are_compiled(backend: Any, device: torch.device, fresh_dynamo: None) -> None:
     """Other sizes than the first are other graphs or the same, and give what eager calls do."""

@@ -221,8 +221,9 @@ def test_every_operator_folder_is_registered_by_one_line() -> None:
                 assert not named, f"{relative(path)} imports {named}"
 
 
-MOST_PARAMETERS = {True: 25, False: 12}
-"""Of a kernel, to which every tensor that calls pass comes alone, and of a device function."""
+MOST_PARAMETERS = {True: 20, False: 12}  # of a kernel, and of a device function
+WITH_MORE = {"hopper_forward_kernel": 25, "hopper_backward_kernel": 24}
+"""Kernels that take a mask's tensors too. A launch passes tensors one by one, so they are in no tuple."""
 
 
 @pytest.mark.parametrize("path", source_files(), ids=relative)
@@ -232,7 +233,8 @@ def test_what_belongs_together_comes_to_a_kernel_as_one_tuple(path: Path) -> Non
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
     }
-    above = {name: count for name, count in counts.items() if count > MOST_PARAMETERS[name.endswith("_kernel")]}
+    most = {name: WITH_MORE.get(name, MOST_PARAMETERS[name.endswith("_kernel")]) for name in counts}
+    above = {name: count for name, count in counts.items() if count > most[name]}
     assert above == {}
 
 

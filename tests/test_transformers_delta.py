@@ -132,6 +132,7 @@ def test_gradients() -> None:
         assert ((one.grad - other.grad).abs().max() / scale) < 2e-3, name
 
 
+@pytest.mark.sample(4)
 @models
 @torch.no_grad()
 def test_compiled_models(name: str) -> None:

@@ -282,11 +282,16 @@ def choose_masked_forward(
     return _first("forward", MASKED_FORWARD, call, masking, tensors)  # type: ignore[no-any-return]
 
 
+def _lone_tiles(masking: Masking) -> Tensor | None:
+    """Returns the tiles of a call's mask, or None if there is a bias, slopes or no mask."""
+    return masking.tiles if masking.bias is None and masking.alibi is None else None
+
+
 def _hopper_masked_forward(
     call: Call, masking: Masking, tensors: ForwardTensors
 ) -> variants.HopperMaskedForward | str:
-    tiles = masking.tiles
-    if tiles is None or masking.bias is not None or masking.alibi is not None:
+    tiles = _lone_tiles(masking)
+    if tiles is None:
         return "HopperMaskedForward: a bias or slopes"
     if obstacle := hopper.mask_obstacle("forward", call, tiles, *tensors):
         return f"HopperMaskedForward: {obstacle}"
@@ -313,8 +318,8 @@ def _hopper_masked_backward(
     call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, _: bool
 ) -> variants.HopperMaskedBackward | str:
     described = (*tensors.factors, tensors.dk, tensors.dv)
-    tiles = masking.tiles
-    if tiles is None or masking.bias is not None or masking.alibi is not None:
+    tiles = _lone_tiles(masking)
+    if tiles is None:
         return "HopperMaskedBackward: a bias or slopes"
     if obstacle := hopper.mask_obstacle("backward", call, tiles, *described):
         return f"HopperMaskedBackward: {obstacle}"
