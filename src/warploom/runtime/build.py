@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from warploom.errors import BackendError
+from warploom.runtime.halves import find_spilled_halves
+
 COMPILED_WITH = {"enable_fp_fusion": True}
 """Options of every kernel: products and sums are fused, whatever the default of a version of Triton."""
 ALIGNMENT = 16  # bytes, of an address that is read or written 128 bits at a time
@@ -153,9 +156,20 @@ class Build:
         Triton's ``kernel[grid](...)`` compiles the same code. But it takes the types of integers in tuples from
         their values, and its launcher unpacks tuples and skips constants on every call, which costs as much as the
         launch.
+
+        Raises:
+            BackendError: LLVM compiles it wrongly (`find_spilled_halves`). If it does so with Triton's assertions
+                alone, the kernel is compiled without them.
         """
         source, options = self.source()
         compiled = triton.compile(source, target=target, options=options)
+        faults = find_spilled_halves(compiled.asm["ptx"])
+        if faults and options["debug"]:
+            compiled = triton.compile(source, target=target, options={**options, "debug": False})
+            faults = find_spilled_halves(compiled.asm["ptx"])
+        if faults:
+            where = f"Triton {triton.__version__} compiles {self.function.__name__} wrongly ({faults[0]})"
+            raise BackendError(f"{where}. Take backend='torch' or another version of Triton, and please report it.")
         types = [kind for each in self.signature.values() for kind, _ in flatten_argument(each, each)]
         compiled.src = copy.copy(source)  # the launcher is made from it
         compiled.src.signature, compiled.src.constants = dict(enumerate(types)), {}
