@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_the_size_of_pages(device: torch.device) -> None:
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, most: int, shape: dict[str, Any], device: torch.device
 ) -> None:
-    """Alone, among others, in another order and on other pages."""
+    """Alone, in a table of its own size, among others, in another order and on other pages."""
     if shape and device.type == "cpu":
         pytest.skip("takes a GPU")
     call = with_options(
@@ -171,6 +171,11 @@ def test_bits_do_not_depend_on_the_batch(
             "block_table": call["block_table"][s : s + 1],
         }
         assert torch.equal(flash_attention(**alone, backend="triton"), out[:, first:last])
+        own = -(-int(call["seqused_k"][s]) // call["k"].shape[1])
+        for more in (0, most):
+            table = torch.nn.functional.pad(alone["block_table"][:, :own], (0, more), value=10**9)
+            found = flash_attention(**alone | {"block_table": table}, backend="triton")
+            assert torch.equal(found, out[:, first:last]), (s, more)
     order = [4, 1, 5, 0, 2, 3]
     pages = torch.randperm(call["k"].shape[0], generator=seeds.generator(9)).to(device)
     moved = call | {

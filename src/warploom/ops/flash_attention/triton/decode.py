@@ -201,13 +201,14 @@ class Parts(NamedTuple):
 def decode_kernel(
     q, k, v, out, lse, statistics, sink, seqused_k, block_table, cu_seqlens_q,
     sizes: Sizes, parts: Parts, packed: FewQueries, strides: ForwardStrides,
-    config: tl.constexpr, KEY_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
+    config: tl.constexpr, KEY_TILES: tl.constexpr, LEAST: tl.constexpr, ONE_CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of rows to the keys of one head, over one part of its KV loop.
 
     Reads and writes what `forward.forward_kernel` does. Without ``lse``, rows are stored as `Softmax` of each
     chunk: ``out`` (splits, B, N, H, E) in float32, not divided by sums, and ``statistics`` (splits, 2, B, H, N).
-    ``config`` has one tile of keys. ``ONE_CHUNK``: the program takes a single chunk, and stores it.
+    ``config`` has one tile of keys. ``LEAST``: keys of a chunk that another follows, at least. ``ONE_CHUNK``: the program
+    takes a single chunk, and stores it.
 
     With ``cu_seqlens_q``, queries are packed: a batch entry is a sequence of ``sizes.tokens`` queries at most, which
     are where its bounds say, and chunks of them are stored as those of a batch.
@@ -245,7 +246,8 @@ def decode_kernel(
     last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // group, tokens - 1) + offset
     loop = loop_bounds(first, last, sizes.left, sizes.right, keys, 0, 1, config.HAS_LEFT, config.HAS_RIGHT, STEP)
     begin, end = loop.begin, loop.end
-    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits) * STEP
+    span = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), STEP), sizes.splits)
+    span = tl.maximum(span, LEAST // STEP) * STEP
     start = tl.minimum(begin + part * chunks * span, end)
     stop = tl.minimum(start + chunks * span, end)
     if queries is not None:

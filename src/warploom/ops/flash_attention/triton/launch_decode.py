@@ -67,15 +67,19 @@ def _count_keys(call: Call) -> int:
 
 
 def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
-    """Returns into how many chunks the keys of a head are cut: as many as keep a GPU busy with one batch entry.
+    """Returns into how many chunks the keys of a head are cut, at most: as many as keep a GPU busy with one batch entry.
 
-    Never by the size of the batch: results depend on it.
+    A sequence has as many as its own keys fill with `_least_keys`, so that results depend neither on the batch nor on
+    the size of the cache.
     """
-    least, most = DECODE_CHUNK, DECODE_MOST_CHUNKS
-    if call.shape.is_latent:
-        least, most = LATENT_CHUNK, LATENT_MOST_CHUNKS
+    most = LATENT_MOST_CHUNKS if call.shape.is_latent else DECODE_MOST_CHUNKS
     wanted = -(-DECODE_PROGRAMS * _beside(call, tiles) // (call.shape.key_heads * blocks))
-    return max(min(wanted, most, _count_keys(call) // least), 1)
+    return max(min(wanted, most, -(-_count_keys(call) // _least_keys(call))), 1)
+
+
+def _least_keys(call: Call) -> int:
+    """Returns the keys of a chunk, at least."""
+    return LATENT_CHUNK if call.shape.is_latent else DECODE_CHUNK
 
 
 def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int) -> int:
@@ -144,7 +148,9 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
     to = layout_for(Strides, *((out,) if packed is None else (out, parts_like)))
     kernel: Any = decode_kernel
-    choices: dict[str, Any] = {"KEY_TILES": tiles.key_tiles, "ONE_CHUNK": taken == 1 < chunks}
+    choices: dict[str, Any] = {
+        "KEY_TILES": tiles.key_tiles, "LEAST": _least_keys(call), "ONE_CHUNK": taken == 1 < chunks,
+    }  # fmt: skip
     if shape.is_latent:
         kernel, choices = latent_kernel, {"tiles": _latent_choices(call, None), "ONE_CHUNK": taken == 1}
     launch = Launch(
