@@ -45,6 +45,7 @@ PROGRAMS = 3
 """Multiprocessors of a GPU: few, so that a program of a persistent kernel has several tiles."""
 _HOPPERS = (
     "flash_attention.hopper.launch",
+    "delta_attention.hopper.launch",
     "linear_attention.hopper.launch",
     "tpa.decode.hopper.launch",
 )

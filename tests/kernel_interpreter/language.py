@@ -262,6 +262,7 @@ LANGUAGE: dict[str, Any] = {
     "exp2": elementwise(_EXP2),
     "log": elementwise(rounded_once(torch.log)),
     "log2": elementwise(rounded_once(torch.log2)),
+    "rsqrt": elementwise(torch.rsqrt),
     "sqrt_rn": elementwise(torch.sqrt),
     "cos": elementwise(rounded_once(torch.cos)),
     "sin": elementwise(rounded_once(torch.sin)),

@@ -142,6 +142,7 @@ OPERATOR = Operator(
     autocasts=("q", "k", "v"),
     spills={
         "chunk_kernel": 500,
+        "matrix_kernel": 8,
         "scan_kernel": 1000,
         "reverse_scan_kernel": 500,
         "feature_kernel": 400,

@@ -14,6 +14,8 @@ import torch
 
 from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs, DeltaOptions
 from warploom.ops.delta_attention.configs import CHUNKS, MOST_BYTES, SHORT, STEPS, in_power_of_two
+from warploom.ops.delta_attention.hopper import launch as hopper
+from warploom.ops.delta_attention.hopper.launch import MatrixForward
 from warploom.ops.delta_attention.triton.launch import (
     ChunkBuffers,
     parts_of,
@@ -30,7 +32,7 @@ from warploom.ops.delta_attention.triton.launch import (
 )
 from warploom.ops.lrpe import engine as lrpe
 from warploom.ops.lrpe.call import LrpeInputs, LrpeOptions
-from warploom.runtime.launch import Buffer, Launch
+from warploom.runtime.launch import Buffer, Launch, are_aligned
 from warploom.runtime.memory_order import layout_of
 from warploom.runtime.plans import Plans
 
@@ -38,12 +40,13 @@ Tensor = torch.Tensor
 
 
 class DeltaForward(NamedTuple):
-    """Plan of a forward: a step, or what chunks hold and the scan over them."""
+    """Plan of a forward: a step, or what chunks hold and the scan over them, on Hopper in its own way."""
 
     out: Buffer
     final: Buffer | None
     step: Launch | None
     entries: int  # of the batch, at a time
+    hopper: MatrixForward | None
     buffers: ChunkBuffers | None
     chunks: Launch | None
     scan: Launch | None
@@ -87,7 +90,8 @@ def pieces_of(inputs: DeltaInputs, entries: int) -> Iterator[tuple[slice, DeltaI
 def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plans) -> tuple[Tensor, Tensor | None]:
     """Returns outputs (B, N, H, E), and the last states (S, H, D, E) in float32 where they are asked for."""
     q, k, v, beta, decay, theta, initial, offsets, cu_seqlens = inputs
-    plan = plans.get("forward", plan_forward, inputs, options)
+    aligned = are_aligned(q, k, v)
+    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     if plan.step is not None:
@@ -99,6 +103,8 @@ def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plan
             out[own].copy_(found)
             if final is not None and state is not None:
                 final[own].copy_(state)
+    elif plan.hopper is not None:
+        plan.hopper(inputs, offset, out, final)
     elif plan.buffers is not None and plan.chunks is not None and plan.scan is not None:
         held = plan.buffers.empty(q)
         plan.chunks(q, k, v, beta, decay, theta, offsets, cu_seqlens, *held, offset)
@@ -106,7 +112,7 @@ def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plan
     return out, final
 
 
-def plan_forward(inputs: DeltaInputs, options: DeltaOptions) -> DeltaForward:
+def plan_forward(inputs: DeltaInputs, options: DeltaOptions, aligned: bool) -> DeltaForward:
     """Plans `forward`."""
     tokens = int(inputs.q.shape[1])
     out = layout_of(inputs.v, inputs.v.shape[3])
@@ -115,11 +121,16 @@ def plan_forward(inputs: DeltaInputs, options: DeltaOptions) -> DeltaForward:
     final = Buffer.rows(call.state_shape, torch.float32) if options.return_state else None
     if is_step:
         step = plan_step(call._replace(chunk=STEPS), out, inputs.initial_state, final)
-        return DeltaForward(Buffer.like(out), final, step, 0, None, None, None)
-    chunks = plan_chunks(call, inputs.q, inputs.k, encoding=True)
-    scan = plan_scan(call, out, inputs.initial_state, final)
+        return DeltaForward(Buffer.like(out), final, step, 0, None, None, None, None)
     entries = entries_at_once(inputs, options, False)
-    return DeltaForward(Buffer.like(out), final, None, entries, ChunkBuffers.of(call, False), chunks, scan)
+    wide = call._replace(chunk=hopper.TOKENS)
+    if aligned and hopper.suits(wide, out):
+        whole = MatrixForward.of(wide, out, inputs.initial_state, final)
+        return DeltaForward(Buffer.like(out), final, None, entries, whole, None, None, None)
+    chunks = plan_chunks(call, inputs.q, inputs.k, encoding=True)
+    given = (call, out, inputs.initial_state, final)
+    scan = hopper.plan_carry(*given) or plan_scan(*given)
+    return DeltaForward(Buffer.like(out), final, None, entries, None, ChunkBuffers.of(call, False), chunks, scan)
 
 
 class EncodedRows(NamedTuple):
@@ -180,7 +191,9 @@ def backward(
         given = (grad, grad_state, inputs, options)
         alone = plans.get((grad.dtype, strides, "state"), plan_state_backward, *given)
         return *[None] * 6, _differentiate_state(alone, *given[:3], offset)
-    plan = plans.get((grad.dtype, strides, *wanted), plan_backward, grad, grad_state, inputs, options, wanted)
+    aligned = are_aligned(grad)
+    key = (grad.dtype, strides, aligned, *wanted)
+    plan = plans.get(key, plan_backward, grad, grad_state, inputs, options, wanted, aligned)
     first = None if plan.first is None else plan.first.empty(q)
     queries, keys = q, k
     if plan.queries is not None and plan.keys is not None:
@@ -320,8 +333,9 @@ def _rotate_back(
 
 
 def plan_backward(
-    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, wanted: Sequence[bool]
-) -> DeltaBackward:
+    grad: Tensor, grad_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions, wanted: Sequence[bool],
+    aligned: bool,
+) -> DeltaBackward:  # fmt: skip
     """Plans `backward`."""
     q, k, v, beta, decay, _, initial, *_ = inputs
     call = DeltaCall(inputs, options, CHUNKS[q.dtype.itemsize < 4])
@@ -340,6 +354,10 @@ def plan_backward(
     shape = (call.slots, call.heads)
     updates = Buffer.rows((*shape, call.chunk, wide), work)
     of_states = torch.float32 if wanted[4] and int(q.shape[1]) <= SHORT else work
+    scan = reverse = None
+    if of_states == torch.bfloat16:
+        scan = hopper.plan_carry(call, None, initial, None)
+        reverse = hopper.plan_carry_back(call, grad, grad_state, first) if aligned else None
     ddecay = None
     if decay is not None:  # that of a head comes in parts
         ddecay = Buffer.rows((*decay.shape, *([parts_of(call)] if decay.dim() == 3 else [])), torch.float32)
@@ -347,8 +365,8 @@ def plan_backward(
         Buffer.like(dq), Buffer.like(dk), Buffer.like(dv), Buffer.rows(tuple(beta.shape), beta.dtype), ddecay,
         first, queries, keys, ChunkBuffers.of(call, True),
         Buffer.rows((*shape, wide, in_power_of_two(call.features)), of_states), updates,
-        plan_chunks(call, *rows, encoding=False), plan_scan(call, None, initial, None),
-        plan_reverse_scan(call, grad, grad_state, first), updates,
+        plan_chunks(call, *rows, encoding=False), scan or plan_scan(call, None, initial, None),
+        reverse or plan_reverse_scan(call, grad, grad_state, first), updates,
         Buffer.rows((*shape, 2 * call.chunk, call.chunk), work), plan_pairs(call, grad, dv),
         plan_features(call, *rows, grad, grads),
     )  # fmt: skip

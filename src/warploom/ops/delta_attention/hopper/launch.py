@@ -1,0 +1,223 @@
+"""Launches of the delta rule's forward on Hopper: which calls it takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from warploom.device.rows import Strides
+from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs
+from warploom.ops.delta_attention.configs import CHUNKS
+from warploom.ops.delta_attention.hopper import carry
+from warploom.ops.delta_attention.hopper.carry import hopper_carry_back_kernel, hopper_carry_kernel
+from warploom.ops.delta_attention.hopper.scan import BLOCK_E, BLOCK_T, FACTORS, hopper_scan_kernel
+from warploom.ops.delta_attention.triton.launch import State, arguments_of, plan_encode, state_strides
+from warploom.ops.delta_attention.triton.matrices import MatrixStrides, matrix_kernel
+from warploom.ops.delta_attention.triton.tiles import DeltaSizes
+from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
+from warploom.runtime.layout import layout_of_entries
+
+Tensor = torch.Tensor
+
+TOKENS = BLOCK_T.value
+"""Tokens of a chunk of `MatrixForward`."""
+
+CARRIED = carry.BLOCK_T.value
+"""Tokens of a chunk of the kernels that carry states."""
+
+WIDTHS = (64, 128)
+"""Features of queries and keys."""
+
+
+class MatrixForward(NamedTuple):
+    """Plan of a forward: matrices and factors of chunks, and the scan over these."""
+
+    encoded: Buffer | None  # rotated queries and keys, where they are rotated
+    encode_queries: Launch | None
+    encode_keys: Launch | None
+    matrices: Buffer
+    factors: Buffer
+    of_chunks: Launch
+    scan: Launch
+
+    @classmethod
+    def of(cls, call: DeltaCall, out: Tensor, initial: State, final: State) -> MatrixForward:
+        """Plans that of a call on chunks of `TOKENS`."""
+        q, k = call.inputs.q, call.inputs.k
+        encoded = encode_queries = encode_keys = None
+        if call.options.kind != "none":  # all at once, for every head of values that shares them
+            narrow = call._replace(chunk=CHUNKS[True])
+            like = torch.empty(q.shape, dtype=q.dtype, device="meta")
+            encoded, encode_queries, encode_keys = (
+                Buffer.like(like), plan_encode(narrow, q, like), plan_encode(narrow, k, like)
+            )  # fmt: skip
+            plain = call.options._replace(kind="none", normalize=False)
+            call = call._replace(inputs=call.inputs._replace(q=like, k=like), options=plain)
+        matrices = Buffer.rows((call.slots, call.heads, 2 * TOKENS, TOKENS), torch.bfloat16)
+        factors = Buffer.rows((call.slots, call.heads, FACTORS.value), torch.float32)
+        scan = _plan_scan(call, out, initial, final)
+        return cls(encoded, encode_queries, encode_keys, matrices, factors, _plan_matrices(call), scan)
+
+    def __call__(self, inputs: DeltaInputs, offset: int, out: Tensor, final: Tensor | None) -> None:
+        """Launches it."""
+        q, k, v, beta, decay, theta, initial, offsets, cu_seqlens = inputs
+        if self.encoded is not None and self.encode_queries is not None and self.encode_keys is not None:
+            queries, keys = self.encoded.empty(q), self.encoded.empty(q)
+            self.encode_queries(q, queries, theta, offsets, cu_seqlens, offset)
+            self.encode_keys(k, keys, theta, offsets, cu_seqlens, offset)
+            q, k = queries, keys
+        matrices, factors = self.matrices.empty(q), self.factors.empty(q)
+        self.of_chunks(q, k, beta, decay, matrices, factors)
+        self.scan(q, k, v, matrices, out, factors, initial, final)
+
+
+def suits(call: DeltaCall, out: Tensor) -> bool:
+    """Returns whether a call takes `MatrixForward`, apart from addresses."""
+    q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
+    return call.decay != "feature" and _has_tiles(call, out) and all(supports_tma(x) for x in (q, k, v))
+
+
+def _has_tiles(call: DeltaCall, rows: Tensor) -> bool:
+    """Returns whether a call's sizes and rows of values are those of the kernels."""
+    q = call.inputs.q
+    if INTERPRETED or architecture(q.device) != 90 or call.inputs.cu_seqlens is not None:
+        return False
+    if not (call.features in WIDTHS and call.values % BLOCK_E.value == 0 and call.values <= 256):
+        return False
+    return q.shape[1] >= TOKENS and q.dtype == rows.dtype == torch.bfloat16 and supports_tma(rows)
+
+
+def plan_carry(call: DeltaCall, out: Tensor | None, initial: State, final: State) -> Launch | None:
+    """Plans what `triton.launch.plan_scan` does, for a call on chunks of `CARRIED`; None if the kernels do not take it."""
+    if not _has_tiles(call, call.inputs.v if out is None else out):
+        return None
+    columns, buffers = call.values // BLOCK_E.value, _chunk_tiles(call)
+    if out is None:
+        more = _state_tiles(call)
+    else:
+        more = {"out_desc": TmaTile(out, (0, 2, 1, 3), (1, 1, CARRIED, BLOCK_E.value))}
+    return Launch(
+        hopper_carry_kernel,
+        call.sequences * call.heads * columns,
+        takes=(
+            *(
+                "from_start_desc",
+                "until_end_desc",
+                "scores_desc",
+                "corrected_desc",
+                "predicted_desc",
+                "kept",
+                "initial",
+            ),
+            *("out_desc", "final", "states_desc", "updates_desc", "cu_seqlens"),
+        ),
+        unaligned=("initial",),
+        num_warps=4,
+        sizes=_sizes(call, columns),
+        initial_strides=state_strides(initial),
+        final_strides=state_strides(final),
+        DECAY=call.decay,
+        **buffers,
+        **more,
+    )
+
+
+def plan_carry_back(call: DeltaCall, grad: Tensor, last: State, first: State) -> Launch | None:
+    """Plans what `triton.launch.plan_reverse_scan` does; None if the kernels do not take it."""
+    if not _has_tiles(call, grad):
+        return None
+    columns, buffers = call.values // BLOCK_E.value, _chunk_tiles(call)
+    del buffers["corrected_desc"]
+    return Launch(
+        hopper_carry_back_kernel,
+        call.sequences * call.heads * columns,
+        takes=(
+            *("from_start_desc", "until_end_desc", "scores_desc", "predicted_desc", "kept", "grad_desc", "last"),
+            *("first", "states_desc", "updates_desc", "cu_seqlens"),
+        ),
+        unaligned=("last",),
+        num_warps=4,
+        sizes=_sizes(call, columns),
+        last_strides=state_strides(last),
+        first_strides=state_strides(first),
+        DECAY=call.decay,
+        grad_desc=TmaTile(grad, (0, 2, 1, 3), (1, 1, CARRIED, BLOCK_E.value)),
+        **buffers,
+        **_state_tiles(call),
+    )
+
+
+def _tile_of_buffer(call: DeltaCall, rows: int, columns: int, tile: tuple[int, int]) -> TmaTile:
+    """Returns tiles of a buffer (slots, H, rows, columns)."""
+    like = torch.empty((call.slots, call.heads, rows, columns), dtype=torch.bfloat16, device="meta")
+    return TmaTile(like, (0, 1, 2, 3), (1, 1, *tile))
+
+
+def _chunk_tiles(call: DeltaCall) -> dict[str, Any]:
+    """Returns tiles of what chunks hold."""
+    t, d, width = CARRIED, call.features, BLOCK_E.value
+    rows = {
+        name: _tile_of_buffer(call, t, d, (t, d))
+        for name in ("from_start_desc", "until_end_desc", "predicted_desc")
+    }
+    return {
+        **rows,
+        "scores_desc": _tile_of_buffer(call, t, t, (t, t)),
+        "corrected_desc": _tile_of_buffer(call, t, call.values, (t, width)),
+    }
+
+
+def _state_tiles(call: DeltaCall) -> dict[str, Any]:
+    """Returns tiles of states and updates of chunks."""
+    t, d, width = CARRIED, call.features, BLOCK_E.value
+    return {
+        "states_desc": _tile_of_buffer(call, call.values, d, (width, d)),
+        "updates_desc": _tile_of_buffer(call, t, call.values, (t, width)),
+    }
+
+
+def _sizes(call: DeltaCall, columns: int) -> DeltaSizes:
+    """Returns the sizes of a call whose states come in so many blocks of columns."""
+    _, rest = arguments_of(call, layout_of_entries(Strides, call.inputs.q), "scan")
+    sizes: DeltaSizes = rest["sizes"]._replace(columns=columns)
+    return sizes
+
+
+def _plan_matrices(call: DeltaCall) -> Launch:
+    layout = layout_of_entries(Strides, call.inputs.q, call.inputs.k)
+    _, rest = arguments_of(call, layout, "matrix", encoding=True)
+    rest["config"] = rest["config"]._replace(BLOCK_T=TOKENS // 2, LEVELS=(TOKENS // 2).bit_length() - 1)
+    return Launch(
+        matrix_kernel,
+        call.slots * call.heads,
+        takes=("q", "k", "beta", "decay", "matrices", "factors"),
+        strides=MatrixStrides(*layout.strides),
+        unaligned=("beta", "decay"),
+        **rest,
+    )
+
+
+def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> Launch:
+    q, k, v, *_ = call.inputs
+    columns = call.values // BLOCK_E.value
+    descriptions: dict[str, Any] = {
+        name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, width))
+        for name, x, width in (
+            ("q_desc", q, call.features), ("k_desc", k, call.features), ("v_desc", v, BLOCK_E.value),
+            ("out_desc", out, BLOCK_E.value),
+        )
+    }  # fmt: skip
+    descriptions["matrices_desc"] = _tile_of_buffer(call, 2 * TOKENS, TOKENS, (2 * TOKENS, TOKENS))
+    return Launch(
+        hopper_scan_kernel,
+        call.sequences * call.heads * columns,
+        takes=("q_desc", "k_desc", "v_desc", "matrices_desc", "out_desc", "factors", "initial", "final"),
+        unaligned=("initial",),
+        num_warps=4,
+        sizes=_sizes(call, columns),
+        initial_strides=state_strides(initial),
+        final_strides=state_strides(final),
+        DECAYS=call.decay != "none",
+        **descriptions,
+    )
