@@ -33,7 +33,7 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     ]
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3)
 def test_on_four_and_then_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All checks, one of which trains: four ranks begin, two go on, with the losses of one."""
     for world in (4, 2):

@@ -184,6 +184,7 @@ def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.
     assert len(results) == 1  # the loss, and no logits
 
 
+@pytest.mark.seldom(3)
 def test_a_profile_is_a_timeline_and_its_sums(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"profile {TRIAL} --mode train --provider warploom,sdpa,warploom+compile --output out"
     assert main(shlex.split(words)) == 0
