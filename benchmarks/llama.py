@@ -54,7 +54,7 @@ TOKENS, CHECKED = 200, 32
 """Tokens that a step decodes, and tokens that are compared with those of ``eager``."""
 REQUESTS = 64
 """Prompts that are served, from an eighth of a case's length to all of it."""
-ROUNDS = {"prefill": 10, "train": 10, "decode": 3, "serve": 3}
+ROUNDS = {"prefill": 10, "train": 10, "decode": 3, "serve": 2}
 
 
 def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
@@ -97,8 +97,13 @@ def _decode(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch
     return out[:, tokens.shape[1] :]
 
 
-def _serve(model: Any, tokens: torch.Tensor, requests: int, count: int) -> list[list[int]]:
-    """Returns so many tokens behind each of some prompts, which are of different lengths and do not begin alike."""
+def _serve(
+    model: Any, tokens: torch.Tensor, requests: int, count: int, warmup: bool = False
+) -> tuple[list[list[int]], float]:
+    """Returns so many tokens behind each of some prompts, and the milliseconds from the first to the last token.
+
+    Prompts are of different lengths and do not begin alike. ``warmup``: CUDA graphs are captured before.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     longest = tokens.shape[1]
@@ -109,10 +114,11 @@ def _serve(model: Any, tokens: torch.Tensor, requests: int, count: int) -> list[
     config = ContinuousBatchingConfig(num_blocks=2 * pages, use_async_batching=tokens.device.type == "cuda")
     options = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
     answers = model.generate_batch(
-        prompts, generation_config=options, continuous_batching_config=config, progress_bar=False
+        prompts, generation_config=options, continuous_batching_config=config, warmup=warmup
     )
     by_prompt = {tuple(answer.prompt_ids): answer.generated_tokens for answer in answers.values()}
-    return [by_prompt[tuple(prompt)] for prompt in prompts]
+    begun, ended = zip(*(answer.lifespan for answer in answers.values()))
+    return [by_prompt[tuple(prompt)] for prompt in prompts], 1000 * (max(ended) - min(begun))
 
 
 def _check_tokens(case: Case, mode: str, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
@@ -124,7 +130,7 @@ def _check_tokens(case: Case, mode: str, providers: Sequence[str], device: torch
     for name in ("eager", *names):
         model.set_attn_implementation(name)
         if mode == "serve":
-            found[name] = _serve(model, tokens, 4, CHECKED)
+            found[name], _ = _serve(model, tokens, 4, CHECKED)
         else:
             found[name] = _decode(model, tokens, CHECKED, False).tolist()
     return {name: found[name.removesuffix(COMPILE)] == found["eager"] for name in providers}
@@ -181,8 +187,6 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
         model.set_attn_implementation(name)
         if mode == "decode":
             _decode(model, tokens, count, compiles)
-        elif mode == "serve":
-            _serve(model, tokens, REQUESTS, TOKENS)
         elif optimizer is None:
             with torch.no_grad():
                 run(input_ids=tokens, use_cache=False, logits_to_keep=1)
@@ -192,6 +196,9 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
             optimizer.zero_grad(set_to_none=True)
 
     def timed() -> float:
+        if mode == "serve":
+            model.set_attn_implementation(name)
+            return _serve(model, tokens, REQUESTS, TOKENS, warmup=True)[1]
         ms = steps.wall_ms(step, device)
         # What comes before the second token is no part of it.
         return ms - steps.wall_ms(functools.partial(step, 1), device) if mode == "decode" else ms
