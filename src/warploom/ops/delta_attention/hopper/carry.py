@@ -145,8 +145,11 @@ def carry_chunks(
     zeros = gl.zeros([BLOCK_E, BLOCK_T], gl.float32, RESULT)
     b, h, first = place.b.to(gl.int32), place.h.to(gl.int32), place.slot.to(gl.int32)
     column = place.column * BLOCK_E
-    for c in range((place.length + BLOCK_T - 1) // BLOCK_T):
-        whole = load_kept(kept, c, place, sizes, D, STATE, DECAY)
+    count = (place.length + BLOCK_T - 1) // BLOCK_T
+    following = load_kept(kept, 0, place, sizes, D, STATE, DECAY)
+    for c in range(count):
+        whole = following  # loaded a chunk ahead
+        following = load_kept(kept, gl.minimum(c + 1, count - 1), place, sizes, D, STATE, DECAY)
         before = as_factor(state, dtype, RESULT)
         slot = wait_full(held.full, c)
         # (1) Uᵀ = (T β V)ᵀ − Sᵀ (T β K̃)ᵀ, and Oᵀ = Sᵀ Q̃ᵀ
@@ -226,9 +229,11 @@ def carry_back(
         state = gl.load(state_pointers(last, place, last_strides, D, STATE)).to(gl.float32) / sizes.scale
     zeros = gl.zeros([BLOCK_E, BLOCK_T], gl.float32, RESULT)
     h, of_chunks, column = place.h.to(gl.int32), place.slot.to(gl.int32), place.column * BLOCK_E
+    following = load_kept(kept, count - 1, place, sizes, D, STATE, DECAY)
     for i in range(count):
         c = count - 1 - i
-        whole = load_kept(kept, c, place, sizes, D, STATE, DECAY)
+        whole = following  # loaded a chunk ahead
+        following = load_kept(kept, gl.maximum(c - 1, 0), place, sizes, D, STATE, DECAY)
         behind = as_factor(state, dtype, RESULT)
         j = wait_full(held.taken.full, i)
         values = matrix(held.taken.tiles, j).permute([1, 0])
