@@ -26,6 +26,7 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch, no_plans():
         patch.setattr(decode, "LATENT_CHUNK", 64)
+        patch.setattr(decode, "HOPPER_LATENT_CHUNK", 64)
         yield
 
 
@@ -210,3 +211,79 @@ def test_what_has_no_kernels(device: torch.device) -> None:
         flash_attention(**call, cu_seqlens=bounds, backend="triton")
     with pytest.raises(BackendError, match="more than 256 features with a mask"):
         flash_attention(**call, alibi=torch.ones(4, device=device), backend="triton")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The kernel for Hopper: on one, and in an interpreter
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(4)
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"heads": 17, "causal": True},
+        {"heads": 32, "n": 2, "m": 63, "causal": True, "dtype": torch.float16},
+        {"heads": 64, "m": 64},
+        {"heads": 40, "n": 3, "m": 65, "window": (None, 1)},
+        {"heads": 128, "batch": 1, "m": 1},
+        {"heads": 60, "key_heads": 3, "n": 4, "causal": True},
+        {"heads": 20, "n": 5, "m": 3, "causal": True},
+    ],
+    ids=str,
+)
+def test_hopper_on_one_piece(case: dict[str, Any], launched: list[str], device: torch.device) -> None:
+    assert_right(draw_call(device, **case))
+    assert set(launched) == {"hopper_latent_kernel"}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("size", [None, 8, 16, 64, 256])
+@pytest.mark.parametrize("heads", [24, 70])
+def test_hopper_on_sequences_of_a_cache(
+    heads: int, size: int | None, launched: list[str], device: torch.device
+) -> None:
+    """Keys that are not used are NaN."""
+    sink = torch.linspace(-1, 1, heads, device=device)
+    used = [0, 1, 63, 64, 65, 150]
+    call = packed_call(device, [2] * len(used), used, size, heads=heads, causal=True, sink=sink)
+    call["q"] = call["q"][0, :-3].view(len(used), 2, heads, 576)
+    del call["cu_seqlens_q"]
+    assert_right(call)
+    assert set(launched) == {"hopper_latent_kernel"}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("size", [None, 16, 64])
+@pytest.mark.parametrize("heads", [24, 70])
+def test_hopper_on_a_server_s_batch(
+    heads: int, size: int | None, launched: list[str], device: torch.device
+) -> None:
+    sink = torch.linspace(-1, 1, heads, device=device)
+    assert_right(
+        packed_call(device, [5, 1, 0, 2, 1], [40, 150, 20, 2, 1], size, heads=heads, causal=True, sink=sink)
+    )
+    assert set(launched) == {"latent_kernel", "hopper_latent_kernel"}
+
+
+@pytest.mark.usefixtures("many_chunks")
+def test_hopper_s_bits_do_not_depend_on_the_batch(
+    launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone a program takes one chunk, in a batch several or all of them."""
+    from warploom.ops.flash_attention.triton import launch_decode as decode
+
+    call = draw_call(device, m=300, batch=2, heads=40, causal=True)
+    call["seqused_k"] = torch.tensor([300, 170], device=device)
+    found = []
+    for taken in (1, 3, 4):  # of four
+        with no_plans():
+            monkeypatch.setattr(decode, "chunks_of_program", lambda *_, taken=taken: taken)
+            found.append(flash_attention(**call, backend="triton", return_lse=True))
+    assert set(launched) == {"hopper_latent_kernel"}
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])

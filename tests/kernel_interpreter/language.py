@@ -280,6 +280,7 @@ COPIES: dict[str, Any] = {
     "async_add": memory.add_out,
     "matrix_in": memory.Placed,
     "tiles_in": memory.tiles_in,
+    "boxes_in": memory.Boxes,
     "store_wait": memory.store_wait,
     "wait_stored": memory.wait_stored,
 }

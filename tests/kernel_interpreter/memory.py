@@ -198,6 +198,21 @@ def tiles_in(tiles: Memory, width: int, layout: Any) -> Memory:
     return Memory(tiles.tensor.view(tiles.shape[0] * columns // width, 1, 1, rows, width))
 
 
+class Boxes:
+    """Buffers as the boxes of a descriptor: those of a buffer one below the other, then beside these."""
+
+    def __init__(self, tiles: Memory, desc: Described) -> None:
+        self.tensor, (self.height, self.width) = tiles.tensor, desc.block_type.shape[2:]
+
+    def index(self, i: Any) -> Memory:
+        count, _, _, rows, columns = self.tensor.shape
+        below, beside = rows // self.height, columns // self.width
+        place = _buffer(i, count * below * beside)
+        buffer = self.tensor[place // (below * beside)]
+        box = buffer.narrow(2, place % below * self.height, self.height)
+        return Memory(box.narrow(3, place // below % beside * self.width, self.width))
+
+
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
@@ -226,6 +241,7 @@ class Described:
 
     def __init__(self, descriptor: Any) -> None:
         base, shape = descriptor.base.detach(), list(descriptor.block_shape)
+        self.shape = list(descriptor.shape)
         self.tensor = torch.as_strided(base, descriptor.shape, descriptor.strides, base.storage_offset())
         self.dtype = KINDS[base.dtype]
         self.block_type = types.SimpleNamespace(shape=shape, nbytes=math.prod(shape) * base.element_size())

@@ -230,6 +230,7 @@ OPERATOR = Operator(
         "forward_kernel": 192,  # 8 more for sums that are shrunk by exactly one, which float32's accuracy needs
         "decode_kernel": 64,  # float32 with 128 features
         "latent_kernel": 768,  # 64 rows: outside of the loop, and sums of chunks before; 16 rows spill nothing
+        "hopper_latent_kernel": 48,  # outside of the loop; 8 bytes of them in it where a program joins chunks
         "key_kernel": 376,
         "query_kernel": 224,
         "backward_small_kernel": 64,

@@ -132,10 +132,18 @@ def _decode_forward(call: Call, tensors: ForwardTensors) -> ForwardVariant | str
     return _plan_decode(call, tensors)
 
 
-def _plan_decode(call: Call, tensors: ForwardTensors) -> variants.DecodeForward | variants.SplitDecodeForward:
+def _plan_decode(
+    call: Call, tensors: ForwardTensors
+) -> variants.DecodeForward | variants.HopperLatentForward | variants.SplitDecodeForward:
     """Returns the kernel for few queries, with the launch that joins its chunks if there are several."""
     plan = decode.plan(call, call.precision, tensors, has_pdl(call.device))
-    inner = variants.DecodeForward(plan.launch)
+    inner: Any = variants.DecodeForward(plan.launch)
+    if plan.launch.kernel is decode.hopper_latent_kernel:
+        sums = Buffer.rows(
+            (plan.launch.programs * decode.HOPPER_LATENT.block_m, call.shape.value_dim), torch.float32
+        )
+        joined = plan.combine is None and not plan.launch.arguments["ONE_CHUNK"]
+        inner = variants.HopperLatentForward(plan.launch, sums if joined else None)
     if plan.combine is None:
         return inner
     return variants.SplitDecodeForward(inner, plan.combine, *_forward_parts(plan.shape, plan.parts))

@@ -204,10 +204,22 @@ class DecodeForward(NamedTuple):
         )  # fmt: skip
 
 
-class SplitDecodeForward(NamedTuple):
-    """The Triton kernel for few queries, on chunks of the keys, and what joins these."""
+class HopperLatentForward(NamedTuple):
+    """The kernel for Hopper for few queries on a latent cache."""
 
-    inner: DecodeForward
+    launch: Launch
+    whole: Buffer | None  # where programs join chunks
+
+    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor | None, statistics: Tensor) -> None:
+        q, k, _, mask, sink, _ = inputs
+        whole = None if self.whole is None else self.whole.empty(out)
+        self.launch(q, k, out, lse, statistics, whole, sink, mask.seqused_k, mask.block_table, mask.cu_seqlens_q)
+
+
+class SplitDecodeForward(NamedTuple):
+    """A kernel for few queries, on chunks of the keys, and what joins these."""
+
+    inner: DecodeForward | HopperLatentForward
     combine: Launch
     part: Buffer  # outputs of all chunks, in one
     part_statistics: Buffer
@@ -236,7 +248,7 @@ class PackedCacheForward(NamedTuple):
     """Two kernels on packed queries and a cache: one for prompts and chunks, one for few queries."""
 
     many: TritonForward | HopperCacheForward | DecodeForward
-    few: DecodeForward | SplitDecodeForward
+    few: DecodeForward | HopperLatentForward | SplitDecodeForward
 
     def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
         self.many(inputs, out, lse, statistics)
@@ -252,6 +264,7 @@ ForwardVariant: TypeAlias = (
     | SplitForward
     | TermsForward
     | DecodeForward
+    | HopperLatentForward
     | SplitDecodeForward
     | PackedCacheForward
 )

@@ -28,6 +28,7 @@ from warploom.ops.flash_attention.hopper.config import (
     HopperTiles,
 )
 from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forward_kernel, loops_are_even
+from warploom.ops.flash_attention.hopper.latent import HALF, LATENT_FEATURES, LATENT_KEYS
 from warploom.ops.flash_attention.hopper.tile_mask import TileMaskSizes
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
 from warploom.ops.flash_attention.hopper.work import UNIT, Config, Scales, Schedule, SeqLens, Window
@@ -364,6 +365,7 @@ def plan(name: str, call: Call, tensors: tuple[Tensor, ...]) -> Plan:
 
 _CACHE_WIDTH = 64  # columns that are swizzled together: see `tma.boxes_in`
 _CACHE_LEAST = 8  # rows of a page: those after which the pattern repeats
+_LATENT_LEAST = 16  # rows of a head of a latent cache that the kernel for every GPU takes
 
 
 def cache_obstacle(call: Call, block_table: Tensor | None, k: Tensor) -> str | None:
@@ -392,6 +394,31 @@ def plan_cache(call: Call, block_table: Tensor | None, tensors: tuple[Tensor, ..
     return _plan_launch(
         kernel, "forward", call, tiles, 1, {"CACHE": tiles.box}, window=_window(call), **arguments
     ).launch  # fmt: skip
+
+
+def latent_obstacle(call: Call, rows: int, k: Tensor, out: Tensor) -> str | None:
+    """Returns why `hopper.latent` does not take a call with so many rows of a head of keys, if so."""
+    shape, mask = call.shape, call.mask
+    if INTERPRETED or architecture(call.device) != 90:
+        return "the GPU is no Hopper"
+    if (shape.head_dim, shape.value_dim) != (LATENT_FEATURES.value, 2 * HALF.value) or not call.shared:
+        return "rows are not 576 features, of which the first 512 are values"
+    if rows <= _LATENT_LEAST:
+        return f"{rows} rows"
+    if mask.left is not None or call.softcap is not None or call.scale <= 0:
+        return "a window, a cap, or a scale that is not positive"
+    size, keys = k.shape[1], LATENT_KEYS.value
+    if mask.block_table is not None and not (size >= _CACHE_LEAST and (size % keys == 0 or keys % size == 0)):
+        return f"pages of {size} keys"
+    if not call.aligned or not supports_tma(k) or out.shape[3] != 2 * HALF.value:
+        return "the tensor memory accelerator does not take the keys"
+    return None
+
+
+def latent_keys(call: Call, k: Tensor) -> TmaTile:
+    """Returns the descriptor of the keys that `hopper.latent` takes."""
+    rows = LATENT_KEYS.value if call.mask.block_table is None else min(k.shape[1], LATENT_KEYS.value)
+    return TmaTile(k, (0, 2, 1, 3), (1, 1, rows, _CACHE_WIDTH))
 
 
 def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:

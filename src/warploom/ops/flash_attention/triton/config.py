@@ -90,6 +90,10 @@ LATENT_SCRATCH = 2**11
 """Bytes of shared memory for weights and maxima of a tile, beside queries and keys."""
 LATENT_CHUNK = 512
 """Keys of a chunk at least, of more than 256 features: what is stored of it is as long as 28 keys of 16 heads."""
+HOPPER_LATENT = Configuration(64, 64, 4, 2)
+"""Tiles of the kernel for Hopper for more than 16 rows of a latent cache."""
+HOPPER_LATENT_CHUNK = 1024
+"""Keys of its chunks at least: what is stored of 64 rows is as long as 114 keys. 2048 are faster with 128 entries."""
 LATENT_MOST_CHUNKS = 128
 LATENT_SLAB = 128
 """Features of an output that a program joins."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.device.rows import Strides
+from warploom.ops.flash_attention.hopper import launch as hopper
+from warploom.ops.flash_attention.hopper.latent import hopper_latent_kernel
 from warploom.ops.flash_attention.problem import Call, Shape, bounds, programs_at_once
 from warploom.ops.flash_attention.triton import launch as tiling
 from warploom.ops.flash_attention.triton.config import (
@@ -17,6 +19,8 @@ from warploom.ops.flash_attention.triton.config import (
     DECODE_PAGE_STAGES,
     DECODE_PROGRAMS,
     DECODE_START,
+    HOPPER_LATENT,
+    HOPPER_LATENT_CHUNK,
     LATENT_CHUNK,
     LATENT_FEW,
     LATENT_MOST_CHUNKS,
@@ -36,6 +40,7 @@ from warploom.runtime.layout import layout_for
 Tensor = torch.Tensor
 
 TAKES = "q", "k", "v", "out", "lse", "statistics", "sink", "seqused_k", "block_table", "cu_seqlens_q"
+HOPPER_TAKES = "q", "k_desc", *TAKES[3:6], "whole", *TAKES[6:]
 MOST_TOKENS = 16
 """Queries of a batch entry, at most; tiles of more queries read keys as seldom in the other kernels."""
 
@@ -74,11 +79,13 @@ def chunks_of(call: Call, tiles: Configuration, blocks: int) -> int:
     """
     most = LATENT_MOST_CHUNKS if call.shape.is_latent else DECODE_MOST_CHUNKS
     wanted = -(-DECODE_PROGRAMS * _beside(call, tiles) // (call.shape.key_heads * blocks))
-    return max(min(wanted, most, -(-_count_keys(call) // _least_keys(call))), 1)
+    return max(min(wanted, most, -(-_count_keys(call) // _least_keys(call, tiles))), 1)
 
 
-def _least_keys(call: Call) -> int:
+def _least_keys(call: Call, tiles: Configuration) -> int:
     """Returns the keys of a chunk, at least."""
+    if tiles is HOPPER_LATENT:
+        return HOPPER_LATENT_CHUNK
     return LATENT_CHUNK if call.shape.is_latent else DECODE_CHUNK
 
 
@@ -86,7 +93,7 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
     """Returns how many chunks of a loop a program takes: those that make the busiest multiprocessor's work least.
 
     Lengths are known on the device alone. Where there are some, and loops too few to even out, it takes one chunk.
-    Of a latent cache 64 rows take one or all: there is no shared memory to store one in the loop.
+    Of a latent cache 64 rows take one or all in Triton: there is no shared memory to store one in the loop.
     """
     at_once, keys = programs_at_once(call.device), -(-_count_keys(call) // chunks)
     if call.mask.seqused_k is not None and loops < DECODE_EVEN * at_once:
@@ -96,7 +103,7 @@ def chunks_of_program(call: Call, tiles: Configuration, chunks: int, loops: int)
     def work(taken: int) -> int:
         return -(-loops * -(-chunks // taken) // at_once) * (taken * keys + DECODE_START)
 
-    if call.shape.is_latent and tiles.block_m > 16:
+    if call.shape.is_latent and tiles.block_m > 16 and tiles is not HOPPER_LATENT:
         return min(chunks, 1, key=work)
     return min(range(chunks, 0, -1), key=work)
 
@@ -137,7 +144,10 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         parts_like = torch.empty((sequences, few, shape.heads, shape.value_dim), device="meta")
     pages = 0 if call.mask.block_table is None else k.shape[0]
     rows = shape.tokens * shape.group
-    tiles = _tiles_of(call, rows if packed is None else shape.group)
+    own = rows if packed is None else shape.group
+    tiles, obstacle = _tiles_of(call, own), hopper.latent_obstacle(call, own, k, out)
+    if shape.is_latent and obstacle is None:
+        tiles = HOPPER_LATENT
     blocks = -(-rows // tiles.block_m)
     loops = shape.batch_size * shape.key_heads * blocks
     chunks = chunks_of(call, tiles, blocks if packed is None else -(-shape.group // tiles.block_m))
@@ -148,15 +158,19 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
     grid = Grid(tiles, blocks, loops // blocks, chunks, short=True)
     to = layout_for(Strides, *((out,) if packed is None else (out, parts_like)))
     kernel: Any = decode_kernel
-    choices: dict[str, Any] = {
-        "KEY_TILES": tiles.key_tiles, "LEAST": _least_keys(call), "ONE_CHUNK": taken == 1 < chunks,
-    }  # fmt: skip
-    if shape.is_latent:
+    takes = TAKES
+    choices: dict[str, Any] = {"LEAST": _least_keys(call, tiles), "ONE_CHUNK": taken == 1 < chunks}
+    if tiles is HOPPER_LATENT:
+        kernel, takes = hopper_latent_kernel, HOPPER_TAKES
+        choices |= {"k_desc": hopper.latent_keys(call, k), "ONE_CHUNK": taken == 1}
+    elif not shape.is_latent:
+        choices["KEY_TILES"] = tiles.key_tiles
+    else:
         kernel, choices = latent_kernel, {"tiles": _latent_choices(call, None), "ONE_CHUNK": taken == 1}
     launch = Launch(
         kernel,
         loops * -(-chunks // taken),
-        takes=TAKES,
+        takes=takes,
         packed=packed,
         parts=Parts(-(-chunks // taken), taken, 0 if whole else parts_like.numel() // layout.vec),
         strides=ForwardStrides(*layout.strides),
