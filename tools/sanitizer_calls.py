@@ -270,6 +270,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("flash_attention", flash_attention, "hopper-cache", _on_cache,
          {"n": 300, "d": 128, "page": 128, "pages": 8}),
         ("flash_attention", flash_attention, "latent", _latent, {"n": 70, "page": 16, "pages": 100, "heads": 16}),
+        ("flash_attention", flash_attention, "hopper-latent", _latent,
+         {"n": 70, "page": 16, "pages": 200, "heads": 40}),
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "masked", _masked, {"n": 140, "m": 270}),

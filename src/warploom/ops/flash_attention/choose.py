@@ -137,13 +137,9 @@ def _plan_decode(
 ) -> variants.DecodeForward | variants.HopperLatentForward | variants.SplitDecodeForward:
     """Returns the kernel for few queries, with the launch that joins its chunks if there are several."""
     plan = decode.plan(call, call.precision, tensors, has_pdl(call.device))
-    inner: Any = variants.DecodeForward(plan.launch)
-    if plan.launch.kernel is decode.hopper_latent_kernel:
-        sums = Buffer.rows(
-            (plan.launch.programs * decode.HOPPER_LATENT.block_m, call.shape.value_dim), torch.float32
-        )
-        joined = plan.combine is None and not plan.launch.arguments["ONE_CHUNK"]
-        inner = variants.HopperLatentForward(plan.launch, sums if joined else None)
+    inner: variants.DecodeForward | variants.HopperLatentForward = variants.DecodeForward(plan.launch)
+    if plan.for_hopper:
+        inner = variants.HopperLatentForward(plan.launch, plan.sums)
     if plan.combine is None:
         return inner
     return variants.SplitDecodeForward(inner, plan.combine, *_forward_parts(plan.shape, plan.parts))

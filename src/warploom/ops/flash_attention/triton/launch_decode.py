@@ -34,7 +34,7 @@ from warploom.ops.flash_attention.triton.decode import FewQueries, Parts, combin
 from warploom.ops.flash_attention.triton.latent import LatentTiles, latent_kernel
 from warploom.ops.flash_attention.triton.launch import Grid
 from warploom.ops.flash_attention.triton.tiles import ForwardStrides, LseRows, RowTiles
-from warploom.runtime.launch import Launch, architecture, shared_memory
+from warploom.runtime.launch import Buffer, Launch, architecture, shared_memory
 from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
@@ -52,6 +52,8 @@ class SplitPlan(NamedTuple):
     combine: Launch | None
     parts: int
     shape: Shape
+    for_hopper: bool
+    sums: Buffer | None = None  # in which programs for Hopper join chunks
 
 
 def suits(call: Call) -> bool:
@@ -180,8 +182,11 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
             call, grid, layout, tiling.product_of("forward", call, precision), shape.group, pages
         ),
     )
+    for_hopper, sums = tiles is HOPPER_LATENT, None
+    if for_hopper and 1 < taken == chunks:
+        sums = Buffer.rows((loops * tiles.block_m, shape.value_dim), torch.float32)
     if whole:
-        return SplitPlan(launch, None, 1, shape)
+        return SplitPlan(launch, None, 1, shape, for_hopper, sums)
     results = shape.batch_size * shape.heads * shape.tokens
     block_e = min(shape.block_e, LATENT_SLAB) if shape.is_latent else shape.block_e
     combine = Launch(
@@ -201,7 +206,7 @@ def plan(call: Call, precision: str, tensors: tuple[Tensor, ...], pdl: bool) -> 
         PDL=pdl,
         num_warps=1,
     )
-    return SplitPlan(launch, combine, chunks, shape)
+    return SplitPlan(launch, combine, chunks, shape, for_hopper)
 
 
 def _latent_choices(call: Call, tokens: int | None) -> LatentTiles:
