@@ -689,7 +689,7 @@ def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     turned = ["backward_kernel", *products]
     assert lines[2] == f"{[*turned, 'reduce_kernel']} {turned}"
     forward = ["hopper_product_kernel", "product_kernel", "reduce_kernel"]
-    assert lines[3] == f"{forward} {['hopper_parts_kernel', 'product_kernel']}"
+    assert lines[3] == f"{forward} {[*cosine, 'hopper_parts_kernel']}"
     assert "hopper" not in lines[4]
     on_hopper = ["hopper_sums_kernel", "product_kernel", "scan_kernel"]
     elsewhere = ["product_kernel", "scan_kernel", "sums_kernel"]

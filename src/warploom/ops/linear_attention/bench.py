@@ -133,7 +133,7 @@ OPERATOR = Operator(
         "decay_kernel": 120,
         "hopper_product_kernel": 8,
         "hopper_key_kernel": 80,
-        "hopper_cosine_kernel": 104,
+        "hopper_cosine_kernel": 144,
         "hopper_parts_kernel": 224,
     },
 )

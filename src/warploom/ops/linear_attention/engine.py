@@ -116,6 +116,7 @@ class ProductPlan(NamedTuple):
 
     launch: Launch
     plain: bool  # whether its kernel takes neither ``x`` nor ``partial``
+    reads_x: bool = False  # whether a kernel that takes ``x`` is given it
 
     def __call__(
         self, a: Tensor, b: Tensor, c: Tensor, x: Tensor | None, out: Tensor, initial: Tensor | None,
@@ -125,7 +126,7 @@ class ProductPlan(NamedTuple):
         if self.plain:
             self.launch(a, b, c, out, initial, final, *places)
         else:
-            self.launch(a, b, c, x, out, initial, final, partial, *places)
+            self.launch(a, b, c, x if self.reads_x else None, out, initial, final, partial, *places)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -178,7 +179,9 @@ def plan_forward(
     if states is None and q.shape[1] <= STEPS:
         product = ProductPlan(plan_step(call, out, initial, final), True)
     elif aligned and options.causal and hopper.suits(call, q, k, v, out):
-        product = ProductPlan(hopper.plan_product(call, (q, k, v, out), before, behind, decoded=False), True)
+        rows = ProductRows(q, k, v, None, out)
+        launch = hopper.plan_product(call, rows, before, behind, decoded=False)
+        product = ProductPlan(launch, not hopper.takes_x(call, False))
     else:
         rows = ProductRows(q, k, v, None, out)
         product = ProductPlan(plan_product(call, rows, before, behind, decoded=False, reverse=False), False)
@@ -327,23 +330,24 @@ def plan_backward(
         behind = reverse.states if options.causal else first
     own = None if apart else first
     wants_v = of_v or own is not None
-    # With theta's gradient, or an activation, what was encoded is needed as it was before. LRPE's kernel rotates
-    # back in place then; two gradients of theta are added up in its dtype, for which 16 bits are too few.
+    # With theta's gradient, or an activation, what was encoded is needed as it was before. Kernels for cosines read
+    # it. LRPE's rotates back in place; two gradients of theta are added up in its dtype: 16 bits are too few.
     needs_rows = of_theta or options.activation != "none"
     coarse = of_theta and theta is not None and theta.dtype.itemsize < 4
     rotated = needs_rows and options.kind == "rotate" and not coarse
-    fits = aligned and options.causal and (rotated or not needs_rows)
+    fits = aligned and options.causal and (rotated or not needs_rows or options.kind == "cosine")
     on_hopper = fits and hopper.suits(call, q, k, v, grad, dq, dk, dv)
+    rotated_on_hopper = on_hopper and rotated
 
     def plan(rows: ProductRows, initial: State, final: Buffer | None, decoded: bool, reverse: bool) -> ProductPlan:
         if on_hopper:
-            four, rotates_back = (rows.a, rows.b, rows.c, rows.out), not rotated
+            rows = rows if decoded and needs_rows else rows._replace(x=None)
             launch = hopper.plan_product(
-                call, four, initial, final, decoded=decoded, reverse=reverse, rotates_back=rotates_back
+                call, rows, initial, final, decoded=decoded, reverse=reverse, rotates_back=not rotated
             )
-        else:
-            launch = plan_product(call, rows, initial, final, decoded=decoded, reverse=reverse)
-        return ProductPlan(launch, on_hopper)
+            return ProductPlan(launch, not hopper.takes_x(call, decoded), rows.x is not None)
+        launch = plan_product(call, rows, initial, final, decoded=decoded, reverse=reverse)
+        return ProductPlan(launch, False, True)
 
     if wants_q:
         query = plan(ProductRows(grad, v, k, q, dq), before, None, True, False)
@@ -357,10 +361,10 @@ def plan_backward(
             value = plan(ProductRows(k, q, grad, None, dv), behind, own, False, True)
     if of_decay and forward is not None:
         decays = DecayGradient.of(call, grad, forward.states)
-    if of_theta and theta is not None and not on_hopper:
+    if of_theta and theta is not None and not rotated_on_hopper:
         parts = 2 * call.slots * (1 if theta.dim() == 2 and theta.shape[0] > 1 else call.heads)
         sums = ThetaSums.of(parts, theta, call.features, 1)
-    rotated_rows = (wants_q, wants_k) if on_hopper and rotated else None
+    rotated_rows = (wants_q, wants_k) if rotated_on_hopper else None
     outs = Buffer.like(dq), Buffer.like(dk), Buffer.like(dv)
     return LinearBackward(
         *outs, first, last, forward, reverse, query, key, value, pair, rotated_rows, decays, sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from warploom.ops.linear_attention.hopper.keys import hopper_key_kernel
 from warploom.ops.linear_attention.hopper.parts import hopper_parts_kernel
 from warploom.ops.linear_attention.hopper.product import hopper_product_kernel
 from warploom.ops.linear_attention.hopper.sums import hopper_sums_kernel
-from warploom.ops.linear_attention.triton.launch import State, scales_of, sizes_of, state_strides
+from warploom.ops.linear_attention.triton.launch import ProductRows, State, scales_of, sizes_of, state_strides
 from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
 
 Tensor = torch.Tensor
@@ -55,15 +56,23 @@ def plan_sums(call: LinearCall, b: Tensor, c: Tensor, states: Buffer, reverse: b
     )
 
 
+def takes_x(call: LinearCall, decoded: bool) -> bool:
+    """Returns whether the product's kernel takes ``x`` and ``partial`` as `triton.product` does, each of them or None."""
+    return call.options.kind == "cosine" and (decoded or call.values == 64)
+
+
 def plan_product(
-    call: LinearCall, tensors: tuple[Tensor, ...], initial: State, final: State, *, decoded: bool,
-    reverse: bool = False, rotates_back: bool = True,
+    call: LinearCall, rows: ProductRows, initial: State, final: State, *, decoded: bool, reverse: bool = False,
+    rotates_back: bool = True,
 ) -> Launch:  # fmt: skip
-    """Plans a product over (a, b, c, out), see `triton.product`; backwards for ``cosine`` alone.
+    """Plans a product, see `triton.product`; backwards for ``cosine`` alone.
 
     ``rotates_back``: whether rotated rows' gradients are rotated back, which LRPE's kernel may do.
     """
-    given = dict(zip(("a_desc", "b_desc", "c_desc", "out_desc"), tensors))
+    given: dict[str, Tensor | None] = {"a_desc": rows.a, "b_desc": rows.b, "c_desc": rows.c}
+    if takes_x(call, decoded):
+        given["x_desc"] = rows.x
+    given["out_desc"] = rows.out
     if call.options.kind == "cosine" and not decoded and call.inputs.q.shape[3] == 128:
         more = {"BY_HEAD": call.decay == "head", "REVERSE": reverse}
         return _launch(hopper_parts_kernel, call, "parts", given, initial, final, reverse, **more)
@@ -85,14 +94,15 @@ def plan_keys(
 
 
 def _launch(
-    function: Any, call: LinearCall, kernel: str, tensors: dict[str, Tensor], initial: State, final: State,
+    function: Any, call: LinearCall, kernel: str, tensors: Mapping[str, Tensor | None], initial: State, final: State,
     reverse: bool, rotates_back: bool = True, **more: Any,
 ) -> Launch:  # fmt: skip
-    more |= {name: _boxes(x) for name, x in tensors.items()}
+    more |= {name: _boxes(x) for name, x in tensors.items() if x is not None}
+    states = ("initial", "final", "partial") if "x_desc" in tensors else ("initial", "final")
     return Launch(
         function,
         call.slots * call.heads,
-        takes=(*tensors, "initial", "final", *PLACES),
+        takes=(*tensors, *states, *PLACES),
         num_warps=4 if kernel in ("keys", "parts") else 8,
         scales=scales_of(call, initial, reverse),
         sizes=sizes_of(call, 1),
