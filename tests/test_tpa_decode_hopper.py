@@ -100,8 +100,8 @@ def test_neither_batch_nor_length_decides(hopper: None) -> None:
 
 @pytest.mark.parametrize("levels", range(5))
 def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, levels: int) -> None:
-    """The second kernel on random parts of two requests, one of which fills its part of the tree."""
-    from warploom.ops.tpa.decode.engine import COMBINE_AHEAD, COMBINE_ROWS
+    """The second kernel, for few parts and for many, of two requests, one of which fills its part of the tree."""
+    from warploom.ops.tpa.decode.configs import COMBINE_FEW, COMBINE_MANY
     from warploom.ops.tpa.decode.hopper.launch import CHUNKS
     from warploom.ops.tpa.decode.triton.decode import ChunkLengths, DecodeSizes, combine_kernel
     from warploom.ops.tpa.triton.factors import FeatureStrides
@@ -114,23 +114,29 @@ def test_what_programs_left_is_joined_whatever_they_took(device: torch.device, l
     for i, length in enumerate(valid):  # what no program writes
         partial[i, -(-length // (128 * width)) :] = math.nan
         statistics[i, -(-length // (128 * width)) :] = math.nan
-    out = torch.empty(2, 1, heads, features, device=device)
-    combine = Launch(
-        combine_kernel,
-        2 * -(-heads // COMBINE_ROWS),
-        takes=("partial", "statistics", "seqused_k", "out"),
-        sizes=DecodeSizes(1, max(valid), splits, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
-        H=heads, E=features, BLOCK_R=COMBINE_ROWS, BLOCK_E=features, AHEAD=COMBINE_AHEAD,
-        CHUNKS=ChunkLengths(*CHUNKS[:3]),
-        WIDTH=width, GROUP=CHUNKS.widths[-1] // width, PAIRS=True, PDL=False,
-    )  # fmt: skip
-    combine(partial, statistics, lengths(device, *valid), out)
+    found = []
+    for tile in (COMBINE_FEW, COMBINE_MANY):
+        out = torch.empty(2, 1, heads, features, device=device)
+        combine = Launch(
+            combine_kernel,
+            2 * -(-heads // tile.rows),
+            takes=("partial", "statistics", "seqused_k", "out"),
+            num_warps=tile.warps,
+            sizes=DecodeSizes(1, max(valid), splits, 1), out_strides=FeatureStrides(*out.stride()), scale_v=0.5,
+            H=heads, E=features, BLOCK_R=tile.rows, BLOCK_E=features, AHEAD=tile.ahead,
+            CHUNKS=ChunkLengths(*CHUNKS[:3]), WIDTH=width, GROUP=CHUNKS.widths[-1] // width, PAIRS=True,
+            BESIDE=tile.beside, PDL=False,
+        )  # fmt: skip
+        copies = partial.clone(), statistics.clone()  # groups take the places of parts
+        combine(*copies, lengths(device, *valid), out)
+        found.append(out)
+    assert torch.equal(*found)
     for i, length in enumerate(valid):
         parts = -(-length // (128 * width))
         tops, totals = (statistics[i, :parts, k].double() for k in range(2))
         shares = torch.exp(tops - tops.max(0).values)
         joined = (partial[i, :parts].double() * shares[..., None]).sum(0) / (totals * shares).sum(0)[:, None]
-        torch.testing.assert_close(out[i, 0].double(), 0.5 * joined, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[0][i, 0].double(), 0.5 * joined, rtol=1e-5, atol=1e-5)
 
 
 @on_hopper

@@ -26,11 +26,22 @@ class RowTile(NamedTuple):
         return -(-heads // self.heads) * -(-tokens // self.queries)
 
 
+class CombineTile(NamedTuple):
+    """A tile of the second kernel: rows and parts that a program combines at once."""
+
+    rows: int
+    ahead: int
+    """Parts whose loads it starts at once; groups of parts, where these are joined beside each other."""
+    beside: int
+    """Groups that are joined beside each other, or 0."""
+    warps: int
+
+
 HEADS_OF_BATCH_HEAD = 16
 """Rows of a tile under the strategy ``batch_head``."""
-COMBINE_ROWS = 2
-COMBINE_AHEAD = 16
-"""Rows that a program combines, and parts whose loads it starts at once: a multiple of four."""
+COMBINE_FEW = CombineTile(rows=2, ahead=16, beside=0, warps=2)
+COMBINE_MANY = CombineTile(rows=1, ahead=8, beside=8, warps=8)
+"""Tiles for as many parts of a batch entry as are under way at once, and for more."""
 LOOPS_ROWS = 32
 """Rows of factors at most where there are two loops. With 64 of more than 128 features registers spill. Where tiles
 lie at odd addresses, the assembler of CUDA 12.8 computes addresses of the second loop from what the first leaves,
@@ -47,6 +58,11 @@ SECOND_LAUNCH = 3.5
 """Microseconds that a second kernel costs."""
 JOIN = 0.06
 """Microseconds that each part of a batch entry costs the second kernel."""
+
+
+def combine_tile(splits: int, group: int) -> CombineTile:
+    """Returns the tile for so many parts of a batch entry, of which groups of ``group`` are joined first."""
+    return COMBINE_MANY if splits > COMBINE_FEW.ahead and group > 1 else COMBINE_FEW
 
 
 def row_tile(factors: Factors, strategy: str) -> RowTile:

@@ -19,14 +19,13 @@ from warploom.ops.tpa.call import (
 )
 from warploom.ops.tpa.decode.chunks import ChunkTree
 from warploom.ops.tpa.decode.configs import (
-    COMBINE_AHEAD,
-    COMBINE_ROWS,
     JOIN,
     ONE_MULTIPROCESSOR,
     ONE_PROGRAM,
     SECOND_LAUNCH,
     START,
     RowTile,
+    combine_tile,
     row_tile,
 )
 from warploom.ops.tpa.decode.hopper import launch as hopper
@@ -117,19 +116,20 @@ def _plan_kernels(inputs: DecodeInputs, options: DecodeOptions, on_hopper: bool)
         launch = _plan_launch(factors, out, lengths_stride, splits, levels, scales, tile)
     if splits == 1:
         return DecodePlan(Buffer.like(out), launch)
-    pdl = has_pdl(bq.device)
+    pdl, width = has_pdl(bq.device), chunks.widths[levels]
+    group = chunks.widths[-1] // width
+    joint = combine_tile(splits, group)
     combine = Launch(
         combine_kernel,
-        batch * -(-tokens * heads // COMBINE_ROWS),
+        batch * -(-tokens * heads // joint.rows),
         takes=("partial", "statistics", "seqused_k", "out"),
-        num_warps=2,
+        num_warps=joint.warps,
         pdl=pdl,
         sizes=DecodeSizes(tokens, keys, splits, lengths_stride),
         out_strides=FeatureStrides(*strides_of(out)),
         scale_v=options.scale_v,
-        H=heads, E=values, BLOCK_R=COMBINE_ROWS, BLOCK_E=tile_width(values), AHEAD=COMBINE_AHEAD,
-        CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=chunks.widths[levels],
-        GROUP=chunks.widths[-1] // chunks.widths[levels], PAIRS=on_hopper, PDL=pdl,
+        H=heads, E=values, BLOCK_R=joint.rows, BLOCK_E=tile_width(values), AHEAD=joint.ahead,
+        CHUNKS=ChunkLengths(*chunks[:3]), WIDTH=width, GROUP=group, PAIRS=on_hopper, BESIDE=joint.beside, PDL=pdl,
     )  # fmt: skip
     shapes = (batch, splits, tokens * heads, values), (batch, splits, 2, tokens * heads)
     partial, statistics = (Buffer.rows(shape, torch.float32) for shape in shapes)

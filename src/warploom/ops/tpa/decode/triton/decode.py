@@ -544,12 +544,16 @@ def decode_kernel(
 def combine_kernel(
     partial, statistics, seqused_k, out, sizes: DecodeSizes, out_strides: FeatureStrides, scale_v: tl.float32,
     H: tl.constexpr, E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, BESIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of programs that took ``WIDTH`` chunks each: a tile (R, E) of one entry's rows.
 
     ``GROUP`` parts are joined first, from left to right or in ``PAIRS``; then these groups, from left to right.
     ``AHEAD`` parts, a multiple of that, are under way before the first is needed.
+
+    With ``BESIDE``, of one row, so many groups are joined beside each other, by warps of their own, and each is stored
+    in the place of its first part. ``AHEAD`` groups are under way then.
     """
     if PDL:
         gdc_wait()
@@ -568,13 +572,26 @@ def combine_kernel(
         tl.full((BLOCK_R, 1), float("-inf"), tl.float32),
         tl.zeros((BLOCK_R, 1), tl.float32),
     )
-    for first in range(0, count, AHEAD):
+    STEP: tl.constexpr = GROUP if BESIDE else 1
+    JOINED: tl.constexpr = 1 if BESIDE else GROUP
+    if BESIDE:
+        group = tl.arange(0, BESIDE)[:, None] * GROUP
+        for first in range(0, count, BESIDE * GROUP):
+            ahead = ()
+            for i in tl.static_range(GROUP):
+                number = first + group + i
+                ahead += (load_part(parts, part + number, row, e, mask & (number < count), E),)
+            joined = join_parts(ahead, 0, GROUP, PAIRS, dtype)
+            tl.debug_barrier()  # until every warp has read the part whose place this takes
+            store_part(parts, part + first + group, row, e, mask & (first + group < count), joined, E)
+        tl.debug_barrier()
+    for first in range(0, count, AHEAD * STEP):
         ahead = ()
         for i in tl.static_range(AHEAD):
-            part_mask = mask & (first + i < count)
-            ahead += (load_part(parts, part + first + i, row, e, part_mask, E),)
-        for i in tl.static_range(AHEAD // GROUP):
-            softmax = join(softmax, join_parts(ahead, i * GROUP, GROUP, PAIRS, dtype), dtype)
+            part_mask = mask & (first + i * STEP < count)
+            ahead += (load_part(parts, part + first + i * STEP, row, e, part_mask, E),)
+        for i in tl.static_range(AHEAD // JOINED):
+            softmax = join(softmax, join_parts(ahead, i * JOINED, JOINED, PAIRS, dtype), dtype)
     n = row // H
     h = row % H
     ptrs = out + batch.to(tl.int64) * out_strides.b + (n * out_strides.n + h * out_strides.r) + e * out_strides.f
