@@ -61,7 +61,7 @@ def test_functions_are_checked_and_timed_as_operators_are(tmp_path: Path) -> Non
     assert results.ok
     assert "functions  fwd  ms" in str(results)
     assert re.search(r"n +mine +slow +wrong +limit", str(results))
-    assert not any(map(records.is_stale, results.records))
+    assert not any(record.is_stale for record in results.records)
     assert {r.min_bytes for r in results.records if r.case == {"n": 64} and r.mode == "fwd"} == {2 * 64 * 8 * 4}
     assert {r.min_bytes for r in results.records if r.case == {"n": 64} and r.mode == "bwd"} == {3 * 64 * 8 * 4}
     pytest.importorskip("jinja2")
@@ -178,7 +178,7 @@ def test_a_bench_of_ones_own_runs_and_is_known_afterwards(tmp_path: Path) -> Non
     bench = toy.make_bench()
     results = run_bench(bench, modes=["fwd"], case={"n": [64]}, device="cpu", output=tmp_path / "run")
     assert {(r.provider, r.case["n"]) for r in results.records} == {("torch", 64), ("limit", 64)}
-    assert not any(map(records.is_stale, results.records))
+    assert not any(record.is_stale for record in results.records)
     assert warploom.ops.benches()["toy-scale"] is bench
     with pytest.raises(ArgumentError, match="lrpe-rotate is a bench of warploom's own"):
         run_bench(replace(bench, name="lrpe-rotate"), device="cpu")

@@ -136,9 +136,9 @@ def test_a_record_is_stale_when_its_kernels_are_others(monkeypatch: pytest.Monke
     bench = toy.make_bench()
     monkeypatch.setattr(records, "benches", lambda: {bench.name: bench})
     source = fingerprint(bench, RECORD.case, RECORD.provider, "fwd", "")
-    assert not records.is_stale(replace(RECORD, fingerprint=source))
-    assert records.is_stale(replace(RECORD, fingerprint="other"))
-    assert records.is_stale(replace(RECORD, fingerprint=source, operator="gone"))
+    assert not replace(RECORD, fingerprint=source).is_stale
+    assert replace(RECORD, fingerprint="other").is_stale
+    assert replace(RECORD, fingerprint=source, operator="gone").is_stale
 
 
 def test_a_record_is_clean_when_its_run_is_known_and_had_no_changes() -> None:

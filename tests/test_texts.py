@@ -247,7 +247,7 @@ def test_training_steps_are_those_after_warming_up(tmp_path: Path, monkeypatch: 
 
 
 def test_records_of_no_clean_commit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "is_stale", lambda record: False)
+    monkeypatch.setattr(Record, "is_stale", False)
     made = make_records({"warploom": 2.0})
     append(tmp_path, [replace(r, run=name) for r, name in zip(made, ("clean", "dirty", "before-0", ""))])
     for run, dirty in (("clean", False), ("dirty", True)):

@@ -305,7 +305,7 @@ def times(folder: Path) -> set[tuple[str, int, str, float | None]]:
 
 
 def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_records, "is_stale", lambda record: record.case["n"] == 1024)
+    monkeypatch.setattr(Record, "is_stale", property(lambda record: record.case["n"] == 1024))
     ours = [record_of("warploom", 2.0, n) for n in (256, 512, 1024)]
     results = measured(tmp_path / "results", "a", *ours, record_of("liger", 3.0), record_of("liger", 3.0, 1024))
     later = measured(
@@ -323,7 +323,7 @@ def test_a_case_is_replaced_whole_by_that_of_a_later_run(tmp_path: Path, monkeyp
 
 
 def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
+    monkeypatch.setattr(Record, "is_stale", False)
     cases = {case["n"]: dict(case) for case in benches()["lrpe-rope"].suites["published"]("cuda")}
     made = {n: replace(record_of("warploom", 1.0), suite="published", case=case) for n, case in cases.items()}
     results = measured(tmp_path / "results", "a", made[32768])
@@ -334,7 +334,7 @@ def test_cases_are_in_the_order_of_their_suite(tmp_path: Path, monkeypatch: pyte
 def test_records_of_no_clean_commit_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(merge_records, "is_stale", lambda record: False)
+    monkeypatch.setattr(Record, "is_stale", False)
     results = measured(tmp_path / "results", "a", record_of("warploom", 2.0), record_of("liger", 3.0))
     append(results, [record_of("warploom", 2.0, 512, run="before-0"), record_of("liger", 3.0, 512)])
     assert merge_records.main([str(results)]) == 0

@@ -13,7 +13,7 @@ from benchmarks import _parts as parts
 from benchmarks import transformer
 from benchmarks.transformer import BENCH, config_of
 from warploom.bench import runner, traces
-from warploom.bench.records import LIMIT, Record, is_stale, load
+from warploom.bench.records import LIMIT, Record, load
 from warploom.bench.runner import Selection
 from warploom.cli import main
 from warploom.nn import TransformerConfig, TransformerLM, transformer_lm
@@ -147,8 +147,8 @@ def test_steps_are_compared_with_the_fastest_way_to_run_each_model() -> None:
 
 def test_a_step_is_stale_when_its_kernels_are_others() -> None:
     record = Record("transformer", "quick", {**CASE}, "warploom", "train", "", "e")
-    assert not is_stale(record)
-    assert is_stale(replace(record, fingerprint="other"))
+    assert not record.is_stale
+    assert replace(record, fingerprint="other").is_stale
 
 
 def test_transformers_llama_is_a_model_of_the_same_shape() -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_clean, is_stale, load, load_environments
+from warploom.bench.records import ENVIRONMENTS, RECORDS, Record, is_clean, load, load_environments
 from warploom.bench.storage import lock, replace_text
 from warploom.errors import WarploomError
 from warploom.ops import benches
@@ -51,8 +51,8 @@ def merged(present: Sequence[Record], new: Sequence[Record]) -> list[Record]:
 
 
 def fresh(records: Sequence[Record]) -> list[Record]:
-    """Records but those of cases whose own is stale; see `is_stale`."""
-    gone = {case for case, record in own_of(records).items() if is_stale(record)}
+    """Records but those of cases whose own is stale; see `Record.is_stale`."""
+    gone = {case for case, record in own_of(records).items() if record.is_stale}
     return [record for record in records if case_of(record) not in gone]
 
 

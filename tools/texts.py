@@ -22,7 +22,7 @@ from typing import Any
 from overview import draw_overview
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_clean, is_stale, load, load_environments
+from warploom.bench.records import LIMIT, Record, is_clean, load, load_environments
 from warploom.bench.storage import load_lines, read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
@@ -749,7 +749,7 @@ def fresh(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
         environments = load_environments(source)
         devices |= {name: device_name(value) for name, value in environments.items()}
         clean = [record for record in load([source]) if is_clean(record, environments)]
-        stale = {id(record) for record in clean if is_stale(record)}
+        stale = {id(record) for record in clean if record.is_stale}
         # Where our own record is of other code, the others have nobody beside them.
         former = {_place(record) for record in clean if id(record) in stale and record.provider == KERNELS}
         records += [

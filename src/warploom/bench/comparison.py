@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, as_option, is_stale, load, load_environments, own_provider
+from warploom.bench.records import LIMIT, Record, as_option, load, load_environments, own_provider
 from warploom.errors import ArgumentError
 from warploom.ops import benches
 
@@ -202,7 +202,7 @@ def read_side(text: str | Path, provider: str = "") -> Side:
     runs = dict.fromkeys((record.environment, record.run) for record in chosen)
     said = [known.get(environment, {}).get("runs", {}).get(run, {}).get("fixed_us") for environment, run in runs]
     fixed = tuple(us for us in said if us is not None)
-    return Side(path, provider, chosen, tuple(devices), sum(map(is_stale, chosen)), fixed)
+    return Side(path, provider, chosen, tuple(devices), sum(record.is_stale for record in chosen), fixed)
 
 
 def compare(a: Side | str | Path, b: Side | str | Path) -> Comparison:

@@ -7,6 +7,7 @@ Several runs may write into one folder at once.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -82,6 +83,18 @@ class Record:
         """The fields that two records of the same measurement share."""
         case = json.dumps(self.case, sort_keys=True)
         return self.operator, self.suite, case, self.provider, self.mode
+
+    @functools.cached_property
+    def is_stale(self) -> bool:
+        """True if the kernels that were measured are others now; False if that cannot be found out.
+
+        It plans the launches of a case, which takes time, and so does it once for a record.
+        """
+        bench = next((bench for bench in benches().values() if bench.record_name == self.operator), None)
+        if bench is None or bench.x not in self.case:
+            return True
+        was = self.fingerprint
+        return differs(was, lambda: fingerprint(bench, self.case, self.provider, self.mode, was))
 
 
 def own_provider(records: Iterable[Record], named: str = "") -> str:
@@ -192,12 +205,3 @@ def is_clean(record: Record, environments: Mapping[str, Mapping[str, Any]]) -> b
     """Returns True if a record's run is known in its environment, and was of a commit without changes."""
     run = environments.get(record.environment, {}).get("runs", {}).get(record.run, {})
     return "commit" in run and not run.get("dirty")
-
-
-def is_stale(record: Record) -> bool:
-    """Returns True if the kernels that were measured are others now; False if that cannot be found out."""
-    bench = next((bench for bench in benches().values() if bench.record_name == record.operator), None)
-    if bench is None or bench.x not in record.case:
-        return True
-    was = record.fingerprint
-    return differs(was, lambda: fingerprint(bench, record.case, record.provider, record.mode, was))

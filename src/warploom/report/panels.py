@@ -21,7 +21,6 @@ from warploom.bench.records import (
     LIMIT,
     Record,
     as_option,
-    is_stale,
     load,
     load_environments,
     own_provider,
@@ -246,7 +245,7 @@ def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None)
     for record in records:
         device = "" if devices is None else devices.get(record.environment, device_name({}))
         key = (record.operator, json.dumps(record.case, sort_keys=True), record.provider, record.mode, device)
-        state = "stale" if devices is not None and is_stale(record) else record.status
+        state = "stale" if devices is not None and record.is_stale else record.status
         former = kept.get(key)
         if former is None:
             kept[key] = (record, device, state, ())
