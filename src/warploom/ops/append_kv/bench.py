@@ -11,7 +11,7 @@ import torch
 from warploom.ops.append_kv import peers, reference
 from warploom.ops.append_kv.api import append_kv
 from warploom.ops.append_kv.peers import Provider
-from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, need_cuda, normal
+from warploom.ops.spec import Bench, Case, Inputs, Operator, Traffic, is_recording, need_cuda, normal
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,8 @@ def _clone_caches(function: Callable[..., Tensor | None]) -> Callable[..., tuple
 
     @functools.wraps(function)
     def append(*, k_cache: Tensor, v_cache: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-        k_cache, v_cache = k_cache.clone(), v_cache.clone()
+        copy = torch.empty_like if is_recording() else torch.clone  # some caches have GiB, and nothing reads them
+        k_cache, v_cache = copy(k_cache), copy(v_cache)
         q = function(k_cache=k_cache, v_cache=v_cache, **rest)
         return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
 
