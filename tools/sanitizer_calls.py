@@ -287,7 +287,7 @@ CALLS: tuple[Call, ...] = tuple(
         ("linear_attention", linear_attention, "hopper-cosine", _linear,
          {"n": 300, "dtype": HALF, "d": 64, "learned": False, "encoding": "cosine"}),
         ("linear_attention", linear_attention, "hopper-parts", _linear,
-         {"n": 300, "dtype": HALF, "d": 128, "learned": False, "encoding": "cosine"}),
+         {"n": 300, "dtype": HALF, "d": 128, "learned": False, "encoding": "cosine", "activation": "silu"}),
         ("linear_attention", linear_attention, "step", _linear, {"n": 2, "learned": False, "grad": False}),
         ("linear_attention", linear_attention, "linear-packed", _linear,
          {"n": 70, "encoding": "cosine", "cu_seqlens": _BOUNDS}),
