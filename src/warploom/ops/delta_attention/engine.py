@@ -91,7 +91,7 @@ def forward(inputs: DeltaInputs, options: DeltaOptions, offset: int, plans: Plan
     """Returns outputs (B, N, H, E), and the last states (S, H, D, E) in float32 where they are asked for."""
     q, k, v, beta, decay, theta, initial, offsets, cu_seqlens = inputs
     aligned = are_aligned(q, k, v)
-    plan = plans.get(("forward", aligned), plan_forward, inputs, options, aligned)
+    plan = plans.get(("whole", aligned), plan_forward, inputs, options, aligned)
     out = plan.out.empty(q)
     final = None if plan.final is None else plan.final.empty(q)
     if plan.step is not None:
