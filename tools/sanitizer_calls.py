@@ -275,6 +275,8 @@ CALLS: tuple[Call, ...] = tuple(
         ("append_kv", append_kv, "append-pages", _appended, {"page_size": 16}),
         ("append_kv", append_kv, "append-rows", _appended, {"page_size": None, "dtype": torch.float32}),
         ("flash_attention", flash_attention, "masked", _masked, {"n": 140, "m": 270}),
+        ("flash_attention", flash_attention, "hopper-slopes", _attention,
+         {"n": 140, "m": 270, "heads": 4, "key_heads": 2, "d": 128, "causal": True, "alibi": torch.rand(4)}),
         ("flash_attention", _jvp, "jvp", _tangents, {"n": 140, "m": 270, "causal": True, "sink": torch.rand(4)}),
         ("flash_attention", flash_attention, "decode", _attention,
          {"n": 2, "m": 1500, "heads": 8, "key_heads": 2, "d": 64, "causal": True}),

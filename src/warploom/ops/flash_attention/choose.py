@@ -286,20 +286,12 @@ def choose_masked_forward(
     return _first("forward", MASKED_FORWARD, call, masking, tensors)  # type: ignore[no-any-return]
 
 
-def _lone_tiles(masking: Masking) -> Tensor | None:
-    """Returns the tiles of a call's mask, or None if there is a bias, slopes or no mask."""
-    return masking.tiles if masking.bias is None and masking.alibi is None else None
-
-
 def _hopper_masked_forward(
     call: Call, masking: Masking, tensors: ForwardTensors
 ) -> variants.HopperMaskedForward | str:
-    tiles = _lone_tiles(masking)
-    if tiles is None:
-        return "HopperMaskedForward: a bias or slopes"
-    if obstacle := hopper.mask_obstacle("forward", call, tiles, *tensors):
+    if obstacle := hopper.mask_obstacle("forward", call, masking, *tensors):
         return f"HopperMaskedForward: {obstacle}"
-    plan = hopper.plan_masked_forward(call, tiles, tensors)
+    plan = hopper.plan_masked_forward(call, masking, tensors)
     return variants.HopperMaskedForward(plan.launch, plan.counted)
 
 
@@ -322,13 +314,10 @@ def _hopper_masked_backward(
     call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, _: bool
 ) -> variants.HopperMaskedBackward | str:
     described = (*tensors.factors, tensors.dk, tensors.dv)
-    tiles = _lone_tiles(masking)
-    if tiles is None:
-        return "HopperMaskedBackward: a bias or slopes"
-    if obstacle := hopper.mask_obstacle("backward", call, tiles, *described):
+    if obstacle := hopper.mask_obstacle("backward", call, masking, *described):
         return f"HopperMaskedBackward: {obstacle}"
     added, tiles_added = _sums_of(call.shape)
-    launch = hopper.plan_masked_backward(call, tiles, described, added)
+    launch = hopper.plan_masked_backward(call, masking, described, added)
     return variants.HopperMaskedBackward(
         preprocess, launch, _plan_rounds(call, tensors.dq), Buffer.like(added), tiles_added
     )

@@ -74,6 +74,16 @@ class Masking(NamedTuple):
         """Arguments of kernels that own keys: with lists of rows."""
         return self.tiles, self.column_lists, self.bits, self.bias, self.alibi
 
+    @property
+    def of_rows_alone(self) -> tuple[Tensor | None, ...]:
+        """Arguments of a kernel for Hopper that owns queries: slopes, or a mask's."""
+        return self.rows[:4] if self.tiles is not None else (self.alibi,)
+
+    @property
+    def of_columns_alone(self) -> tuple[Tensor | None, ...]:
+        """Arguments of a kernel for Hopper that owns keys."""
+        return (*self.columns[:3], self.column_bits) if self.tiles is not None else (self.alibi,)
+
 
 class Shape(NamedTuple):
     """Sizes of a call."""

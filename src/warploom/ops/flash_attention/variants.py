@@ -174,7 +174,7 @@ class NothingJvp(NamedTuple):
 
 
 class HopperMaskedForward(NamedTuple):
-    """The kernel for Hopper on masks by tiles."""
+    """The kernel for Hopper on masks by tiles, or with slopes."""
 
     launch: Launch
     counted: bool  # whether programs take tiles from a counter, which must be zero
@@ -186,10 +186,7 @@ class HopperMaskedForward(NamedTuple):
         counters = COUNTERS.empty(q)
         if self.counted:
             counters.zero_()
-        self.launch(
-            q, k, v, out, lse, statistics, counters, sink, masking.tiles, masking.row_lists, masking.bits,
-            masking.column_bits,
-        )  # fmt: skip
+        self.launch(q, k, v, out, lse, statistics, counters, sink, *masking.of_rows_alone)
 
 
 class DecodeForward(NamedTuple):
@@ -362,7 +359,7 @@ class MaskedBackward(NamedTuple):
 
 
 class HopperMaskedBackward(NamedTuple):
-    """The kernel for Hopper that forms all gradients, on masks by tiles, and what rounds dq."""
+    """The kernel for Hopper that forms all gradients, on masks by tiles or with slopes, and what rounds dq."""
 
     preprocess: Preprocess
     launch: Launch
@@ -375,8 +372,8 @@ class HopperMaskedBackward(NamedTuple):
         counters, tiles_added, added = COUNTERS.empty(q), self.tiles_added.empty(q), self.added.empty(q)
         lse, delta, _, _ = self.preprocess(inputs, None, counters, tiles_added)
         self.launch(
-            q, inputs.k, inputs.v, inputs.grad, dk, dv, added, lse, delta, counters, tiles_added, masking.tiles,
-            masking.column_lists, masking.bits, masking.column_bits,
+            q, inputs.k, inputs.v, inputs.grad, dk, dv, added, lse, delta, counters, tiles_added,
+            *masking.of_columns_alone,
         )  # fmt: skip
         self.rounds(added, tiles_added, dq)
         return delta

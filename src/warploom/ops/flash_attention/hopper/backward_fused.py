@@ -43,6 +43,8 @@ from warploom.ops.flash_attention.hopper.tiles import (
     store_tile,
 )
 from warploom.ops.flash_attention.hopper.work import (
+    Alibi,
+    AlibiStrides,
     AttentionCall,
     Scales,
     Schedule,
@@ -51,6 +53,8 @@ from warploom.ops.flash_attention.hopper.work import (
     new_scheduler,
     read,
     receive,
+    slope_of,
+    slopes_from,
     tile_place,
     tiles_of,
     whole_loop,
@@ -174,7 +178,7 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 
 @gluon.jit
 def all_gradients_loop(
-    dk, dv, count, keys, used, n, tiles, kernel, own: gl.constexpr, config: gl.constexpr
+    dk, dv, count, keys, used, n, tiles, alibi, kernel, own: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
@@ -197,10 +201,13 @@ def all_gradients_loop(
         m = keys.end - 1
         member = m * 0
         entry = None
+        slope = None
         if tiles is not None:
             place = tile_at(tiles, m, BLOCK_M)
             entry = entry_at(tiles, place)
             place = place // BLOCK_M
+        if alibi is not None:
+            slope = slope_of(alibi, member)
         for i in range(steps):
             slot, phase = stage_of(count, STAGES)
             zero = count >> 30
@@ -213,7 +220,18 @@ def all_gradients_loop(
             # dPᵀ = V dOᵀ
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
-                logits, kernel.lses.index(slot), place, keys, used, kernel.call, dtype, LAYOUT, config, n, entry
+                logits,
+                kernel.lses.index(slot),
+                place,
+                keys,
+                used,
+                kernel.call,
+                dtype,
+                LAYOUT,
+                config,
+                n,
+                entry,
+                slope,
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)  # dV += Pᵀ dO
@@ -238,6 +256,8 @@ def all_gradients_loop(
                 place = tile_at(tiles, gl.maximum(m - (member + 1) // heads, keys.begin), BLOCK_M)
                 entry = entry_at(tiles, place)
                 place = place // BLOCK_M
+            if alibi is not None:
+                slope = slope_of(alibi, (member + 1) % heads)
             dq = warpgroup_mma_wait(2, deps=[dq])
             if count > start:
                 publish_part(exchange, dq, count - 1, own)
@@ -292,7 +312,13 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
             tiles_of_column = column_list(call.tiles, place.row // key_heads, place.row % key_heads, n // TILE)
             clear_unseen(matrix(exchange.k_tiles, own), n, tiles_of_column)
             clear_unseen(matrix(exchange.v_tiles, own), n, tiles_of_column)
-        dk, dv, count = all_gradients_loop(dk, dv, count, keys, used, n, tiles_of_column, kernel, own, config)
+        slopes = call.alibi
+        if call.alibi is not None:
+            first_head = place.row % key_heads * schedule.group
+            slopes = slopes_from(call.alibi, place.row // key_heads, first_head)
+        dk, dv, count = all_gradients_loop(
+            dk, dv, count, keys, used, n, tiles_of_column, slopes, kernel, own, config
+        )
         # Worked out again rather than held in registers.
         place = tile_place(read(scheduler, work.slot), schedule, False)
         batch, head = place.row // key_heads, place.row % key_heads
@@ -403,8 +429,8 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
-    tiles, listed, bits, column_bits, lengths: SeqLens, schedule: Schedule, right: gl.int32,
-    window: Window, scales: Scales, mask_sizes: TileMaskSizes, config: gl.constexpr,
+    tiles, listed, bits, column_bits, alibi, lengths: SeqLens, schedule: Schedule, right: gl.int32,
+    window: Window, scales: Scales, mask_sizes: TileMaskSizes, alibi_strides: AlibiStrides, config: gl.constexpr,
 ):  # fmt: skip
     """All gradients with five products, for tiles of GROUPS · 64 keys, 64 for each of two groups of warps.
 
@@ -448,9 +474,12 @@ def hopper_backward_kernel(
     tile_mask = tiles
     if tiles is not None:
         tile_mask = TileMask(tiles, listed, bits, column_bits, mask_sizes)
+    slopes = alibi
+    if alibi is not None:
+        slopes = Alibi(alibi, alibi_strides)
     call = AttentionCall(
         lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units, None,
-        None, tile_mask,
+        None, tile_mask, slopes,
     )  # fmt: skip
     kernel = KeyKernel(
         scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),

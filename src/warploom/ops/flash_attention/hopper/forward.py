@@ -32,7 +32,13 @@ from warploom.device.hopper.pipeline import (
     wait_full,
 )
 from warploom.ops.flash_attention.hopper.masks import first_key, own_queries, tile_of_step, without_first_step
-from warploom.ops.flash_attention.hopper.softmax import LN_2, exponent_base, softmax_step, with_sink
+from warploom.ops.flash_attention.hopper.softmax import (
+    LN_2,
+    add_row_slopes,
+    exponent_base,
+    softmax_step,
+    with_sink,
+)
 from warploom.ops.flash_attention.hopper.tile_mask import (
     EVERYTHING,
     TILE,
@@ -59,6 +65,8 @@ from warploom.ops.flash_attention.hopper.tiles import (
     unpack_as_operand,
 )
 from warploom.ops.flash_attention.hopper.work import (
+    Alibi,
+    AlibiStrides,
     AttentionCall,
     Schedule,
     Scheduler,
@@ -254,6 +262,8 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         count = state.tile + 1
         starts = state.starts
 
+        if call.alibi is not None:
+            row_max = add_row_slopes(row_max, queries, LAYOUT)
         if call.base is not None:
             row_max = gl.where(row_sum == 0.0, float("-inf"), call.base)
         if call.sink is not None:
@@ -405,8 +415,8 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, block_table, units, shifts, out_rows, sink,
-    tiles, listed, bits, column_bits, lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window, scale: gl.float32,
-    out_strides: SplitStrides, mask_sizes: TileMaskSizes, config: gl.constexpr,
+    tiles, listed, bits, column_bits, alibi, lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window,
+    scale: gl.float32, out_strides: SplitStrides, mask_sizes: TileMaskSizes, alibi_strides: AlibiStrides, config: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
@@ -457,9 +467,12 @@ def hopper_forward_kernel(
     tile_mask = tiles
     if tiles is not None:
         tile_mask = TileMask(tiles, listed, bits, column_bits, mask_sizes)
+    slopes = alibi
+    if alibi is not None:
+        slopes = Alibi(alibi, alibi_strides)
     call = AttentionCall(
         lengths, schedule, right, scale, None, window, seqused_k, sink, SOFTCAP,
-        exponent_base(SOFTCAP, dtype), units, shifts, block_table, tile_mask,
+        exponent_base(SOFTCAP, dtype), units, shifts, block_table, tile_mask, slopes,
     )  # fmt: skip
     result = Result(out, out_tiles, out_strides, out_rows)
     kernel = QueryKernel(

@@ -31,13 +31,14 @@ from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forw
 from warploom.ops.flash_attention.hopper.latent import HALF, LATENT_FEATURES, LATENT_KEYS
 from warploom.ops.flash_attention.hopper.tile_mask import TileMaskSizes
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
-from warploom.ops.flash_attention.hopper.work import UNIT, Config, Scales, Schedule, SeqLens, Window
+from warploom.ops.flash_attention.hopper.work import UNIT, AlibiStrides, Config, Scales, Schedule, SeqLens, Window
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     L2_SHARE,
     LOG2_E,
     Call,
     Costs,
+    Masking,
     MaskSpec,
     Shape,
     best_splits,
@@ -87,6 +88,7 @@ class _Kernel(NamedTuple):
 _INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc")
 _OTHERS = ("lse", "delta", "counters", "seqused_k", "units")
 _OF_TERMS = ("lse", "delta", "inverse", "counters")
+_OF_SLOPES = ("alibi",)
 _OF_MASK = ("tiles", "listed", "bits", "column_bits")
 _KERNELS = {
     "forward": _Kernel(
@@ -106,6 +108,13 @@ _KERNELS = {
         hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
         ("lse", "delta", "counters", "tiles_added", *_OF_MASK), True,
     ),
+    "sloped forward": _Kernel(
+        hopper_forward_kernel, _INPUTS[:3], ("out",), ("lse", "statistics", "counter", "sink", *_OF_SLOPES)
+    ),
+    "sloped backward": _Kernel(
+        hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
+        ("lse", "delta", "counters", "tiles_added", *_OF_SLOPES), True,
+    ),
     "wide key": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OTHERS, True),
     "key of terms": _Kernel(hopper_shared_key_kernel, _INPUTS, ("dk", "dv"), _OF_TERMS, True),
     "query of terms": _Kernel(hopper_shared_query_kernel, _INPUTS, ("dq",), _OF_TERMS),
@@ -114,7 +123,9 @@ _KERNELS = {
 
 _OPTIONAL = {
     *_OF_MASK,
+    *_OF_SLOPES,
     "mask_sizes",
+    "alibi_strides",
     "seqused_k",
     "block_table",
     "units",
@@ -443,16 +454,18 @@ def _plan_fused(kernel: str, call: Call, tensors: tuple[Tensor, ...], added: Ten
     return _plan_launch(_KERNELS[kernel], "backward", call, tiles, 1, config, window=_window(call), **arguments)
 
 
-def mask_obstacle(name: str, call: Call, mask_tiles: Tensor, *tensors: Tensor) -> str | None:
-    """Returns why the kernel ``name``, forward or backward, does not take a call with a mask by tiles, if so."""
-    shape, mask = call.shape, call.mask
+def mask_obstacle(name: str, call: Call, masking: Masking, *tensors: Tensor) -> str | None:
+    """Returns why the kernel ``name``, forward or backward, does not take a call with a mask by tiles or slopes, if so."""
+    shape, mask, mask_tiles = call.shape, call.mask, masking.tiles
+    if masking.bias is not None or (mask_tiles is None) == (masking.alibi is None):
+        return "a bias, or slopes besides a mask"
     if call.softcap is not None or mask.left is not None or mask.seqused_k is not None:
-        return "a mask besides a cap, a window or lengths"
+        return "a mask or slopes besides a cap, a window or lengths"
     if not call.aligned:
         return "an address is no multiple of 16 bytes"
     if name == "backward" and max(shape.head_dim, shape.value_dim) > _NARROW:
         return f"more than {_NARROW} features"
-    if name == "backward" and shape.group > 1 and mask_tiles.shape[1] > 1:
+    if name == "backward" and shape.group > 1 and mask_tiles is not None and mask_tiles.shape[1] > 1:
         return "query heads of a key head have masks of their own"
     return obstacle("forward", shape, mask, call.scale, *tensors)
 
@@ -462,30 +475,42 @@ def _mask_sizes(tiles: Tensor) -> TileMaskSizes:
     return TileMaskSizes(rows, columns, heads if entries > 1 else 0, 1 if heads > 1 else 0)
 
 
-def plan_masked_forward(call: Call, mask_tiles: Tensor, tensors: tuple[Tensor, ...]) -> Plan:
-    """Returns the launch of the forward with a mask by tiles, on q, k, v and out.
+def _masking_arguments(masking: Masking) -> tuple[str, dict[str, Any]]:
+    """Returns what kernels are called with a mask by tiles, or with slopes, and sizes of it."""
+    if masking.alibi is not None:
+        *entries, heads = masking.alibi.stride()
+        return "sloped", {"alibi_strides": AlibiStrides(entries[0] if entries else 0, heads)}
+    tiles: Any = masking.tiles  # without slopes there are some: see `mask_obstacle`
+    return "masked", {"mask_sizes": _mask_sizes(tiles)}
 
-    Behind them come lse, statistics, a counter, the sink, and the mask's tiles, lists of rows, and bits, of columns too.
+
+def plan_masked_forward(call: Call, masking: Masking, tensors: tuple[Tensor, ...]) -> Plan:
+    """Returns the launch of the forward with a mask by tiles, or slopes, on q, k, v and out.
+
+    Behind them come lse, statistics, a counter, the sink, and the mask's tiles, lists of rows, and bits, of columns too;
+    or the slopes.
     """
     shape, pieces = call.shape, _in_pieces("forward", call.shape)
     tiles = _tiles("forward", shape, call.mask)
-    if _width(shape) == 64:  # which are as high as those of the mask
+    if _width(shape) == 64:  # which are as high as those of the mask, and leave registers for slopes
         tiles = HOPPER_SMALLER["forward"]
     arguments = _boxes(_KERNELS["forward"], tensors, tiles, *((_NARROW, 64) if pieces else (_width(shape),)))
     strides = SplitStrides(0, 0, 0, 0, 0)
+    kind, sizes = _masking_arguments(masking)
     return _plan_launch(
-        _KERNELS["masked forward"], "forward", call, tiles, 1, {"PIECES": 3 if pieces else 1}, window=None,
-        mask_sizes=_mask_sizes(mask_tiles), out_strides=strides, **arguments,
+        _KERNELS[f"{kind} forward"], "forward", call, tiles, 1, {"PIECES": 3 if pieces else 1}, window=None,
+        out_strides=strides, **sizes, **arguments,
     )  # fmt: skip
 
 
-def plan_masked_backward(call: Call, mask_tiles: Tensor, tensors: tuple[Tensor, ...], added: Tensor) -> Launch:
-    """Returns the launch of the kernel for all gradients with a mask by tiles; for the tensors see `plan_fused`.
+def plan_masked_backward(call: Call, masking: Masking, tensors: tuple[Tensor, ...], added: Tensor) -> Launch:
+    """Returns the launch of the kernel for all gradients with a mask by tiles, or slopes; for the tensors see `plan_fused`.
 
     Behind them come lse, δ, counters, how many tiles were added, and the mask's tiles, lists of
-    columns, and bits, of columns too.
+    columns, and bits, of columns too; or the slopes.
     """
-    return _plan_fused("masked backward", call, tensors, added, mask_sizes=_mask_sizes(mask_tiles)).launch
+    kind, sizes = _masking_arguments(masking)
+    return _plan_fused(f"{kind} backward", call, tensors, added, **sizes).launch
 
 
 def _window(call: Call) -> Window | None:

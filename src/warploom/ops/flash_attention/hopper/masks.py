@@ -17,7 +17,7 @@ from warploom.ops.flash_attention.hopper.tile_mask import (
     row_list,
 )
 from warploom.ops.flash_attention.hopper.tiles import ROWS
-from warploom.ops.flash_attention.hopper.work import SeqLens, sequence_of
+from warploom.ops.flash_attention.hopper.work import SeqLens, sequence_of, slope_of, slopes_from
 
 
 class OwnQueries(NamedTuple):
@@ -33,6 +33,7 @@ class OwnQueries(NamedTuple):
     end: gl.int32
     m: gl.int32  # the first of them
     first: gl.int32  # the key that it stands at: the last query stands at the last key
+    slope: gl.float32  # of their head; without slopes, any number
 
 
 class OwnKeys(NamedTuple):
@@ -123,7 +124,11 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
         low = begin
         full = begin
     m = place.block * BLOCK_M + own * ROWS
-    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens)
+    slope = call.scale  # no None, which Triton 3.6 returns in no tuple
+    if call.alibi is not None:
+        head = place.row % call.schedule.heads
+        slope = slope_of(slopes_from(call.alibi, place.row // call.schedule.heads, head * 0), head)
+    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens, slope)
 
 
 @gluon.jit
@@ -147,7 +152,7 @@ def without_first_step(queries, call):
         end -= 1
     else:
         begin += 1
-    return OwnQueries(queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first)
+    return OwnQueries(queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first, queries.slope)
 
 
 @gluon.jit

@@ -14,9 +14,9 @@ from warploom.device.online_softmax import finite_max, update_softmax
 from warploom.ops.flash_attention.hopper.masks import hide, hide_transposed, visible, visible_weights
 from warploom.ops.flash_attention.hopper.softcap import HIDDEN, cap, cap_weights
 from warploom.ops.flash_attention.hopper.tiles import ROWS
+from warploom.ops.flash_attention.hopper.work import LOG2_E
 
 LN_2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 MOST_WEIGHT = gl.constexpr(57.0)
 """Largest weight relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
 MOST_SOFTCAP = gl.constexpr(75.0)
@@ -60,10 +60,34 @@ def softmax_step(
         if call.softcap is not None:
             logits = cap(logits, scale, call.softcap, 0.0, False)
             scale = 1.0
+        if call.alibi is not None:
+            key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)).to(gl.float32)
+            logits = logits * scale + (key * queries.slope)[None, :]
         if MASKED:
             logits = hide(logits, float("-inf"), n, entry, queries, call, LAYOUT, config)
-        weights, row_sum, new_max, rescale = update_softmax(logits, scale, row_sum, row_max, MASKED)
+        if call.alibi is not None:
+            first = queries.slope * (n - queries.first).to(gl.float32)
+            weights, row_sum, new_max, rescale = update_from(logits, first, row_sum, row_max)
+        else:
+            weights, row_sum, new_max, rescale = update_softmax(logits, scale, row_sum, row_max, MASKED)
     return weights, row_sum, new_max, rescale
+
+
+@gluon.jit
+def update_from(logits, first, row_sum, row_max):
+    """`update_softmax` of ``logits + first``, in powers of two: one number for a tile is added to maxima alone."""
+    new_max = gl.maximum(row_max, gl.max(logits, axis=1) + first)
+    base = finite_max(new_max)
+    weights = power_of_two(logits - (base - first)[:, None])
+    rescale = power_of_two(row_max - base)
+    return weights, row_sum * rescale + gl.sum(weights, axis=1), new_max, rescale
+
+
+@gluon.jit
+def add_row_slopes(row_max, queries, LAYOUT: gl.constexpr):
+    """Returns the largest logits of 64 queries, of which `softmax_step` takes the first one's places for all."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.float32)
+    return row_max - queries.slope * row
 
 
 @gluon.jit
@@ -131,12 +155,12 @@ def transposed_weights_of(
 @gluon.jit
 def weights_and_slopes(
     logits, lses, m, keys, used, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
-    n=None, entry=None,
+    n=None, entry=None, slope=None,
 ):  # fmt: skip
     """`transposed_weights_of` for tile number ``m`` of queries, which may have a mask.
 
     ``lses`` are in shared memory: with a cap they come into registers behind its branches. ``n`` is the first key, and
-    ``entry`` that of a tile of a mask, or None.
+    ``entry`` that of a tile of a mask, or None. ``slope`` is that of the queries' head, or None.
     """
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = config.CAUSAL or call.window is not None or used is not None
@@ -149,7 +173,14 @@ def weights_and_slopes(
         weights, slopes = cap_weights(logits, row_lse[None, :], call.softcap, dtype)
     else:
         row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
-        weights = power_of_two(logits * call.scale - row_lse[None, :])
+        if slope is not None:  # times the place of the key behind the query
+            place = n - (keys.seq.keys - keys.seq.tokens) - m * BLOCK_M
+            query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT)).to(gl.float32)
+            row_lse = row_lse + (query * slope - slope * place.to(gl.float32))
+            key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.float32)
+            weights = power_of_two(logits * call.scale + (key * slope)[:, None] - row_lse[None, :])
+        else:
+            weights = power_of_two(logits * call.scale - row_lse[None, :])
         if MASKS:
             if (m < keys.full) | (m >= keys.high):
                 weights = visible_weights(weights, m * BLOCK_M, keys, used, call, LAYOUT, config)

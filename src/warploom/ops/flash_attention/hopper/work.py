@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from warploom.device.hopper.pipeline import barriers, init_ring, wait_empty, wait_full
 from warploom.ops.flash_attention.hopper.tile_mask import TileMask
 
+LOG2_E = gl.constexpr(1.4426950408889634)
 UNIT = gl.constexpr(128)
 """Rows of a unit of packed sequences: see `PackedSeq`."""
 
@@ -83,6 +84,20 @@ class Window(NamedTuple):
     left: gl.int32
 
 
+class AlibiStrides(NamedTuple):
+    """Strides of slopes; 0 for one of all batch entries."""
+
+    b: gl.int32
+    h: gl.int32
+
+
+class Alibi(NamedTuple):
+    """Slopes of heads: a key gets its head's slope times its place behind the query."""
+
+    slopes: gl.tensor  # (B, H)
+    strides: AlibiStrides
+
+
 class AttentionCall(NamedTuple):
     """Numbers and options of a call; None where it has them not."""
 
@@ -100,6 +115,7 @@ class AttentionCall(NamedTuple):
     shifts: gl.tensor | None = None  # (units, 2): those of a `PackedSeq`, where tensors are packed
     block_table: gl.tensor | None = None  # (S, P), of adjacent numbers: pages of each sequence
     tiles: TileMask | None = None
+    alibi: Alibi | None = None
 
 
 class TilePlace(NamedTuple):
@@ -108,6 +124,19 @@ class TilePlace(NamedTuple):
     block: gl.int32
     row: gl.int32
     split: gl.int32
+
+
+@gluon.jit
+def slopes_from(alibi, batch, head):
+    """Returns the slopes of a batch entry from a head on."""
+    strides = alibi.strides
+    return Alibi(alibi.slopes + batch.to(gl.int64) * strides.b + head.to(gl.int64) * strides.h, strides)
+
+
+@gluon.jit
+def slope_of(alibi, head):
+    """Returns a head's slope, in powers of two."""
+    return gl.load(alibi.slopes + head.to(gl.int64) * alibi.strides.h).to(gl.float32) * LOG2_E
 
 
 @gluon.jit
