@@ -14,7 +14,6 @@ when it is trained; the same command again trains only what is missing there.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import mean
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import train_lm
-from linear_and_softmax import OUTPUT, UNTIMED, name_of, recorded, train
+from linear_and_softmax import OUTPUT, UNTIMED, read, train_once
 from loss_parity import COLOURS, drawing
 
 ATTENTIONS = ("flash", "linear", "delta", "linear+linear+linear+flash", "delta+delta+delta+flash")
@@ -53,25 +52,12 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         for attention in options.attentions:
             own = ["--attention", attention.replace("+", ","), "--seed", str(seed), "--output", OUTPUT]
             run = train_lm.parse([*options.training, "--device", options.device, *own])
-            key = train_lm.shaping(run) | {"device": name_of(run.device)}
-            entry = recorded(options.record, key)
-            if entry is None:
-                loss, rate = train(run)
-                entry = key | {"loss": round(loss, 4), "tokens_per_second": round(rate)}
-                if options.record:
-                    with options.record.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(entry) + "\n")
+            entry = train_once(run, options.record)
             print(
                 f"seed {seed}  {title_of(entry['attention']):28}  {entry['loss']:6.3f}", file=sys.stderr, flush=True
             )
             found.append(entry)
     return found
-
-
-def read(record: Path | None) -> list[dict[str, Any]]:
-    """Entries of a record."""
-    lines = record.read_text(encoding="utf-8").splitlines() if record and record.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def values_of(found: list[dict[str, Any]], attention: str, name: str) -> list[float]:

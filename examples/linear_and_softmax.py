@@ -34,15 +34,7 @@ def main(words: list[str] | None = None) -> None:
     print(f"{'tokens':>8}  {'attention':9}  {'loss':>6}  {'tokens/s':>10}")
     for length in options.lengths:
         for attention in ATTENTIONS:
-            run = settings(options, length, attention)
-            key = train_lm.shaping(run) | {"device": name_of(run.device)}
-            entry = recorded(options.record, key)
-            if entry is None:
-                loss, rate = train(run)
-                entry = key | {"loss": round(loss, 4), "tokens_per_second": round(rate)}
-                if options.record:
-                    with options.record.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(entry) + "\n")
+            entry = train_once(settings(options, length, attention), options.record)
             found.append(entry)
             print(f"{length:8}  {attention:9}  {entry['loss']:6.3f}  {entry['tokens_per_second']:10,}", flush=True)
     if options.picture:
@@ -50,16 +42,25 @@ def main(words: list[str] | None = None) -> None:
         print(options.picture)
 
 
-def name_of(device: str) -> str:
-    """A GPU's own, or the device's."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+def train_once(run: argparse.Namespace, record: Path | None) -> dict[str, Any]:
+    """Return a model's entry of the record; train it, and add the entry, if there is none."""
+    device = torch.cuda.get_device_name(run.device) if run.device.startswith("cuda") else run.device
+    key = train_lm.shaping(run) | {"device": device}
+    for entry in reversed(read(record)):
+        if entry.items() >= key.items():
+            return entry
+    loss, rate = train(run)
+    entry = key | {"loss": round(loss, 4), "tokens_per_second": round(rate)}
+    if record:
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    return entry
 
 
-def recorded(record: Path | None, key: dict[str, object]) -> dict[str, Any] | None:
-    """What an earlier run with these options found, if there is one."""
+def read(record: Path | None) -> list[dict[str, Any]]:
+    """Return the entries of a record, oldest first."""
     lines = record.read_text(encoding="utf-8").splitlines() if record and record.is_file() else []
-    entries = [json.loads(line) for line in lines]
-    return next((entry for entry in reversed(entries) if entry.items() >= key.items()), None)
+    return [json.loads(line) for line in lines]
 
 
 def draw(found: list[dict[str, Any]], picture: Path) -> None:
