@@ -106,8 +106,11 @@ def record(chosen: Iterable[Operator], arch: int) -> list[tuple[Operator, launch
     return list(zip(owners, builds.values()))
 
 
-OTHER_SPILLS = {
-    "masked_key_kernel": 128,  # with a mask, a bias and slopes
+OTHER_SPILLS = {  # with a mask, a bias and slopes at once, most of them on sm_80 and sm_120
+    "masked_forward_kernel": 304,
+    "masked_query_kernel": 520,
+    "masked_key_kernel": 144,
+    "masked_bias_kernel": 248,
     "jvp_kernel": 64,  # before and behind its loops, of 128 features
 }
 """Bytes a thread that kernels of `record_others` may spill."""
@@ -140,12 +143,15 @@ def record_others(arch: int) -> list[launch.Build]:
 
 
 def take_evenly(
-    variants: Sequence[tuple[Operator, launch.Build]], at_most: int
-) -> list[tuple[Operator, launch.Build]]:
+    variants: Sequence[tuple[Operator | None, launch.Build]], at_most: int | None
+) -> Sequence[tuple[Operator | None, launch.Build]]:
     """Returns at most so many variants of each kernel of each operator, evenly spaced in the order of the cases."""
-    kernels: dict[tuple[str, str], list[tuple[Operator, launch.Build]]] = {}
+    if at_most is None:
+        return variants
+    kernels: dict[tuple[str, str], list[tuple[Operator | None, launch.Build]]] = {}
     for operator, variant in variants:
-        kernels.setdefault((operator.name, variant.function.__name__), []).append((operator, variant))
+        name = operator.name if operator else ""
+        kernels.setdefault((name, variant.function.__name__), []).append((operator, variant))
     return [one for some in kernels.values() for one in some[:: max(1, -(-len(some) // at_most))]]
 
 
@@ -196,15 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [registry[name] for name in names or registry]
     jobs = []
     for arch in options.arch:
-        recorded = record(chosen, arch)
-        some = recorded if options.at_most is None else take_evenly(recorded, options.at_most)
-        jobs += [
-            (variant, arch, operator.spills.get(variant.function.__name__, 0))
-            for operator, variant in some[first - 1 :: step]
-        ]
+        recorded: list[tuple[Operator | None, launch.Build]] = [*record(chosen, arch)]
+        some = take_evenly(recorded, options.at_most)[first - 1 :: step]
         if not names:
-            others = record_others(arch)[: options.at_most]
-            jobs += [(variant, arch, OTHER_SPILLS.get(variant.function.__name__, 0)) for variant in others]
+            some = [*some, *take_evenly([(None, variant) for variant in record_others(arch)], options.at_most)]
+        for operator, variant in some:
+            spills = operator.spills if operator else OTHER_SPILLS
+            jobs.append((variant, arch, spills.get(variant.function.__name__, 0)))
     # The compiler leaves Python for nearly all of its work, so threads keep several cores busy.
     with ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(build, *job) for job in jobs]
