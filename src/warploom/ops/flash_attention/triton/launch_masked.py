@@ -18,7 +18,7 @@ from warploom.ops.flash_attention.triton.masked import (
     masked_query_kernel,
 )
 from warploom.ops.flash_attention.triton.tiles import ForwardStrides, Sizes, TritonConfig
-from warploom.runtime.launch import Launch
+from warploom.runtime.launch import Launch, architecture
 from warploom.runtime.layout import layout_for
 
 Tensor = torch.Tensor
@@ -58,6 +58,8 @@ def tiles_of(call: Call, masking: Masking, backward: bool) -> Tiles:
         tiles = Tiles(64, 64, 8, 2) if wide <= 64 else Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(32, 32, 8, 1)
     else:
         tiles = Tiles(128, 64, 8, 2) if wide <= 128 else Tiles(64, 32, 8, 1)
+        if wide == 128 and architecture(call.device) != 90:  # where larger ones spill 2 KB a thread
+            tiles = Tiles(64, 64, 8, 2)
     if masking.bias is not None:  # which would be copied ahead too
         tiles = tiles._replace(stages=1)
     least = max(1 << (tokens - 1).bit_length(), 16)
