@@ -5,9 +5,6 @@ One model serves all providers, one after the other: ``eager`` and ``sdpa`` are 
 by the wall clock with the device idle before and after. A provider whose decoded tokens in float32 are not those of
 ``eager`` is incorrect. What attention takes of a step is by how much it is longer than one in which queries are
 passed on as its result.
-
-``serve`` answers requests with prompts of different lengths by transformers' ``generate_batch``, which takes them
-into one packed batch on a paged cache; a record has the tokens that are generated in a second.
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ WITHOUT = "warploom_without"
 """An implementation of attention that passes queries on."""
 TOKENS, CHECKED = 200, 32
 """Tokens that a step decodes, and tokens that are compared with those of ``eager``."""
-REQUESTS = 64
-"""Prompts that are served, from an eighth of a case's length to all of it."""
-ROUNDS = {"prefill": 10, "train": 10, "decode": 3, "serve": 2}
+ROUNDS = {"prefill": 10, "train": 10, "decode": 3}
 
 
 def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
@@ -97,43 +92,16 @@ def _decode(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch
     return out[:, tokens.shape[1] :]
 
 
-def _serve(
-    model: Any, tokens: torch.Tensor, requests: int, count: int, warmup: bool = False
-) -> tuple[list[list[int]], float]:
-    """Returns so many tokens behind each of some prompts, and the milliseconds from the first to the last token.
-
-    Prompts are of different lengths and do not begin alike. ``warmup``: CUDA graphs are captured before.
-    """
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    longest = tokens.shape[1]
-    lengths = [longest - i * (longest - longest // 8) // requests for i in range(requests)]
-    prompts = [tokens[0].roll(i)[:n].tolist() for i, n in enumerate(lengths)]
-    config = ContinuousBatchingConfig()
-    pages = sum(-(-(n + count) // config.page_size) for n in lengths)
-    config = ContinuousBatchingConfig(num_blocks=2 * pages, use_async_batching=tokens.device.type == "cuda")
-    options = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    answers = model.generate_batch(
-        prompts, generation_config=options, continuous_batching_config=config, warmup=warmup
-    )
-    by_prompt = {tuple(answer.prompt_ids): answer.generated_tokens for answer in answers.values()}
-    begun, ended = zip(*(answer.lifespan for answer in answers.values()))
-    return [by_prompt[tuple(prompt)] for prompt in prompts], 1000 * (max(ended) - min(begun))
-
-
-def _check_tokens(case: Case, mode: str, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
+def _check_tokens(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
     """Returns for each implementation if it decodes the tokens that ``eager`` decodes, in float32."""
     model = _model(case, device, torch.float32)
     tokens = make_inputs(case, device, torch.Generator().manual_seed(1))["tokens"][:, :256]
     names = dict.fromkeys(name.removesuffix(COMPILE) for name in providers)
-    found: dict[str, Any] = {}
+    found = {}
     for name in ("eager", *names):
         model.set_attn_implementation(name)
-        if mode == "serve":
-            found[name], _ = _serve(model, tokens, 4, CHECKED)
-        else:
-            found[name] = _decode(model, tokens, CHECKED, False).tolist()
-    return {name: found[name.removesuffix(COMPILE)] == found["eager"] for name in providers}
+        found[name] = _decode(model, tokens, CHECKED, False)
+    return {name: bool(torch.equal(found[name.removesuffix(COMPILE)], found["eager"])) for name in providers}
 
 
 def measure(
@@ -142,13 +110,13 @@ def measure(
     """Measure all implementations, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
     traffic = _count_traffic(unit.case, unit.mode)
     blank = replace(blank, flops=traffic.flops, min_bytes=traffic.min_bytes)
-    right = attempt("eager", functools.partial(_check_tokens, unit.case, unit.mode, providers, device))
+    right = attempt("eager", functools.partial(_check_tokens, unit.case, providers, device))
     release_memory(device)
     if isinstance(right, Failure):
         return steps.step_records(blank, dict.fromkeys((*providers, LIMIT), right))
     model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
     tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
-    names = [*providers, *([WITHOUT] if unit.mode in ("prefill", "train") else [])]
+    names = [*providers, *([WITHOUT] if unit.mode != "decode" else [])]
     started = {name: attempt(name, functools.partial(_start, model, name, unit.mode, tokens)) for name in names}
     started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
     rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
@@ -158,9 +126,6 @@ def measure(
         if not (right[name] or isinstance(samples[name], Failure)):
             samples[name] = Failure("incorrect", "its tokens in float32 are not those of eager")
     records = steps.step_records(blank, samples)
-    if unit.mode == "serve":
-        generated = 1000 * REQUESTS * TOKENS
-        return [replace(r, details={"tokens_per_second": generated / r.ms}) if r.ms else r for r in records]
     if not isinstance(without, list):
         return records
     return [
@@ -175,8 +140,6 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
     """Returns a provider's step, compiled; the step chooses its attention first and returns its milliseconds."""
     name, device = provider.removesuffix(COMPILE), tokens.device
     compiles = provider.endswith(COMPILE)
-    if compiles and mode == "serve":
-        raise Unsupported("generate_batch compiles parts of its own")
     optimizer = None
     if mode == "train":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
@@ -196,39 +159,32 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
             optimizer.zero_grad(set_to_none=True)
 
     def timed() -> float:
-        if mode == "serve":
-            model.set_attn_implementation(name)
-            return _serve(model, tokens, REQUESTS, TOKENS, warmup=True)[1]
         ms = steps.wall_ms(step, device)
         # What comes before the second token is no part of it.
         return ms - steps.wall_ms(functools.partial(step, 1), device) if mode == "decode" else ms
 
-    for _ in range(1 if mode == "serve" else 2):
+    for _ in range(2):
         timed()
     return timed
 
 
 def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> Callable[[], float]:
-    """Returns a function that measures the limit in ms: a matrix product, or a stream of weights and cache.
-
-    Of requests it is that of the generated tokens alone, without the prompts.
-    """
-    if unit.mode in ("decode", "serve"):
+    """Returns a function that measures the limit in ms: a matrix product, or a stream of weights and cache."""
+    if unit.mode == "decode":
         return steps.repeated_ms(limits.stream_call(traffic, device, clock), TOKENS, clock)
     return steps.product_ms(traffic.flops, device, clock)
 
 
 def _count_traffic(case: Case, mode: str) -> Traffic:
-    """Returns the operations of a step, or the bytes of weights and keys that are read for the next tokens."""
+    """Returns the operations of a step, or the bytes of weights and keys of a decoded token."""
     shape, layers, n = SHAPES[case["size"]], case["layers"], case["context_length"]
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
     kv = 2 * width * shape["num_key_value_heads"] // heads
     weights = layers * (width * (2 * width + kv) + 3 * width * shape["intermediate_size"])
     head = width * shape["vocab_size"]
-    if mode in ("decode", "serve"):
+    if mode == "decode":
         itemsize = getattr(torch, case["dtype"]).itemsize
-        keys = n + TOKENS // 2 if mode == "decode" else REQUESTS * (n * 9 // 16 + TOKENS // 2)
-        cache = layers * case["batch"] * keys * kv
+        cache = layers * case["batch"] * (n + TOKENS // 2) * kv
         return Traffic(1, 0, (weights + head + cache) * itemsize)
     attention = 2 * layers * n * width  # two products of half the keys, for each token
     logits = head if mode == "train" else head // n  # of a prompt the last ones alone
@@ -270,9 +226,9 @@ BENCH = steps.model_bench(
         "trial": lambda device: [TRIAL],
     },
     traffic=_count_traffic,
-    title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 tokens, requests",
+    title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
     x="context_length",
-    modes=("prefill", "train", "decode", "serve"),
+    modes=("prefill", "train", "decode"),
     measure=measure,
     launches=launch,
 )

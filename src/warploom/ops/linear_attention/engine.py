@@ -1,7 +1,7 @@
 """Linear attention on kernels, for its operator and for distributed calls: what a call allocates and launches.
 
 What a call allocates and launches is its plan, which depends on shapes, strides, dtypes and options alone. Plans
-are kept by whoever calls (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
+are kept by the caller (`warploom.runtime.plans`): a call like an earlier one only allocates and launches.
 """
 
 from __future__ import annotations
