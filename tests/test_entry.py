@@ -214,6 +214,23 @@ def test_encodings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.M
     assert [call[12][0] for call in run.directly] == [("map", x.data_ptr()) for x in (*rows, *rows[-2:])]
 
 
+@pytest.mark.usefixtures("here")
+def test_a_thread_uses_the_gpu_before_it_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first time, where the launcher is only tried, and where every launch encodes once more."""
+    done: list[str] = []
+
+    class Encodes(CudaLauncher):
+        def encode(self, descriptor: Any, like: Any, _: Any) -> list[Any]:
+            done.append("encoded")
+            return super().encode(descriptor, like, _)
+
+    monkeypatch.setattr(launch, "_ensure_context", lambda device: done.append("used"))
+    add, _ = adding_tiles(Encodes(1))
+    for x in torch.zeros(2, 8, 64, dtype=torch.bfloat16):
+        add(x, x)
+    assert done == ["used", "encoded", "used", "encoded", "used", "encoded"]
+
+
 class EncodesOtherwise(CudaLauncher):
     """Makes something else of a descriptor."""
 

@@ -311,6 +311,8 @@ class Launch:
         if key not in _compiled:
             _compiled[key] = build.compile()
         descriptors = {name: each.of(passed[name]) for name, each in self.descriptions.items()}
+        if descriptors:
+            _ensure_context(device)
         entry = find_entry(_compiled[key], [descriptors[name] for name in build.signature if name in descriptors])
         encoders = iter(entry.encode or ())
         arguments: list[Any] = []
@@ -342,16 +344,21 @@ def _is_gluon(kernel: Any) -> bool:
 
 def _encode(description: DescriptorTemplate, encode: Any, known: dict[int, Any], tensor: torch.Tensor) -> Any:
     """Returns the argument for a tensor's descriptor, to go before its sizes and strides, and keep it."""
+    _ensure_context(tensor.get_device())
     descriptor = description.of(tensor)
     if encode is None:
         return descriptor
     if len(known) >= MAX_ADDRESSES:
         known.clear()
-    if tensor.is_cuda and not hasattr(_thread, "has_context"):
-        torch.cuda.mem_get_info()  # the driver encodes nothing in a thread that has not used the GPU
-        _thread.has_context = True
     known[tensor.data_ptr()] = encoded = encode(descriptor)[0]
     return encoded
+
+
+def _ensure_context(device: int) -> None:
+    """Use a GPU, which is the current one, in this thread: before that, the driver encodes no descriptor in it."""
+    if device >= 0 and not hasattr(_thread, "has_context"):
+        torch.cuda.mem_get_info()
+        _thread.has_context = True
 
 
 @contextlib.contextmanager
