@@ -5,11 +5,17 @@ One model serves all providers, one after the other: ``eager`` and ``sdpa`` are 
 by the wall clock with the device idle before and after. A provider whose decoded tokens in float32 are not those of
 ``eager`` is incorrect. What attention takes of a step is by how much it is longer than one in which queries are
 passed on as its result.
+
+``serve`` answers requests with prompts of different lengths by transformers' continuous batching, which takes them
+into one packed batch on a paged cache, each implementation with the options that transformers chooses for it; a
+record has the requests that are answered and the tokens that are generated in a second.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -49,7 +55,11 @@ WITHOUT = "warploom_without"
 """An implementation of attention that passes queries on."""
 TOKENS, CHECKED = 200, 32
 """Tokens that a step decodes, and tokens that are compared with those of ``eager``."""
-ROUNDS = {"prefill": 10, "train": 10, "decode": 3}
+REQUESTS, ANSWER = 32, 64
+"""Prompts that are served, from an eighth of a case's length to all of it, and tokens of each answer."""
+SECONDS = 20
+"""Time that requests get; what is not answered then is given up."""
+ROUNDS = {"prefill": 10, "train": 10, "decode": 3, "serve": 2}
 
 
 def _model(case: Case, device: torch.device, dtype: torch.dtype) -> Any:
@@ -92,16 +102,79 @@ def _decode(model: Any, tokens: torch.Tensor, count: int, static: bool) -> torch
     return out[:, tokens.shape[1] :]
 
 
-def _check_tokens(case: Case, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
-    """Returns for each implementation if it decodes the tokens that ``eager`` decodes, in float32."""
+def _prompts(tokens: torch.Tensor, first: int = 0) -> list[list[int]]:
+    """Returns prompts from an eighth of the tokens to all of them, none of which begins as another one."""
+    longest = tokens.shape[1]
+    lengths = [longest - i * (longest - longest // 8) // REQUESTS for i in range(REQUESTS)]
+    return [tokens[0].roll(first + i)[:n].tolist() for i, n in enumerate(lengths)]
+
+
+def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[list[list[int]], float]:
+    """Returns so many tokens behind each prompt of the last round, and the milliseconds that this round took.
+
+    In the rounds before CUDA graphs are captured. A round ends after `SECONDS`. If the server does not stop soon,
+    as a GPU answers nothing, say, the process ends, and prints in which lines its threads are.
+
+    Raises:
+        RuntimeError: An answer is missing. The message has the rate up to the end of the round.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    # A switch to flash attention would look for its kernels on the network, and wait long where there is none.
+    config = ContinuousBatchingConfig(
+        max_batch_tokens=2048, max_requests_per_batch=len(rounds[0]), auto_switch_to_flash=False
+    )
+    config.num_blocks = 2 * sum(-(-(len(prompt) + count) // config.page_size) for prompt in rounds[0])
+    options = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    faulthandler.dump_traceback_later(len(rounds) * SECONDS + 30, exit=True)
+    server = model.init_continuous_batching(options, config)
+    server.start()
+    try:
+        for prompts in rounds:
+            begun = time.perf_counter()
+            answers: dict[str, Any] = {}
+            names = server.add_requests(prompts, max_new_tokens=count)
+            while len(answers) < len(names) and time.perf_counter() - begun < SECONDS and server.is_running():
+                if answer := server.get_result(timeout=0.1):
+                    answers[answer.request_id] = answer
+            seconds = time.perf_counter() - begun
+            if len(answers) < len(names):
+                break
+    finally:
+        server.stop(hard_stop=True)
+        faulthandler.cancel_dump_traceback_later()
+    while answer := server.get_result():  # what there is of the other answers
+        answers[answer.request_id] = answer
+    whole = [len(answer.generated_tokens) for answer in answers.values() if answer.error is None]
+    if len(whole) < len(names):
+        made = sum(len(answer.generated_tokens) for answer in answers.values())
+        errors = ", ".join({answer.error for answer in answers.values() if answer.error})
+        raise RuntimeError(
+            f"{len(whole)} of {len(names)} requests were answered in {seconds:.1f} s, "
+            f"{made / seconds:.0f} tokens a second: {errors}"
+        )
+    return [answers[name].generated_tokens for name in names], 1000 * seconds
+
+
+def _check_tokens(case: Case, mode: str, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
+    """Returns for each implementation if it finds the tokens that ``eager`` decodes, in float32.
+
+    Of requests to a server ``eager`` has each alone.
+    """
     model = _model(case, device, torch.float32)
     tokens = make_inputs(case, device, torch.Generator().manual_seed(1))["tokens"][:, :256]
-    names = dict.fromkeys(name.removesuffix(COMPILE) for name in providers)
-    found = {}
-    for name in ("eager", *names):
+    prompts = [torch.tensor([p], device=device) for p in _prompts(tokens)[::8]] if mode == "serve" else [tokens]
+
+    def decode(name: str) -> list[list[int]]:
         model.set_attn_implementation(name)
-        found[name] = _decode(model, tokens, CHECKED, False)
-    return {name: bool(torch.equal(found[name.removesuffix(COMPILE)], found["eager"])) for name in providers}
+        if mode == "serve" and name != "eager":
+            return _serve(model, [[p[0].tolist() for p in prompts]], CHECKED)[0]
+        return [answer.tolist() for p in prompts for answer in _decode(model, p, CHECKED, False)]
+
+    expected = decode("eager")
+    names = dict.fromkeys(name.removesuffix(COMPILE) for name in providers)
+    found = {name: attempt(name, functools.partial(decode, name)) for name in names}
+    return {name: found[name.removesuffix(COMPILE)] == expected for name in providers}
 
 
 def measure(
@@ -110,13 +183,13 @@ def measure(
     """Measure all implementations, interleaved, as `warploom.bench.evaluate.evaluate` does providers."""
     traffic = _count_traffic(unit.case, unit.mode)
     blank = replace(blank, flops=traffic.flops, min_bytes=traffic.min_bytes)
-    right = attempt("eager", functools.partial(_check_tokens, unit.case, providers, device))
+    right = attempt("eager", functools.partial(_check_tokens, unit.case, unit.mode, providers, device))
     release_memory(device)
     if isinstance(right, Failure):
         return steps.step_records(blank, dict.fromkeys((*providers, LIMIT), right))
     model = _model(unit.case, device, getattr(torch, unit.case["dtype"]))
     tokens = make_inputs(unit.case, device, torch.Generator().manual_seed(0))["tokens"]
-    names = [*providers, *([WITHOUT] if unit.mode != "decode" else [])]
+    names = [*providers, *([WITHOUT] if unit.mode in ("prefill", "train") else [])]
     started = {name: attempt(name, functools.partial(_start, model, name, unit.mode, tokens)) for name in names}
     started[LIMIT] = attempt(LIMIT, functools.partial(_limit, unit, traffic, device, clock))
     rounds = ROUNDS[unit.mode] if device.type == "cuda" else 2
@@ -126,6 +199,9 @@ def measure(
         if not (right[name] or isinstance(samples[name], Failure)):
             samples[name] = Failure("incorrect", "its tokens in float32 are not those of eager")
     records = steps.step_records(blank, samples)
+    if unit.mode == "serve":
+        rates = {"requests_per_second": 1000 * REQUESTS, "tokens_per_second": 1000 * REQUESTS * ANSWER}
+        return [replace(r, details={n: x / r.ms for n, x in rates.items()}) if r.ms else r for r in records]
     if not isinstance(without, list):
         return records
     return [
@@ -140,6 +216,16 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
     """Returns a provider's step, compiled; the step chooses its attention first and returns its milliseconds."""
     name, device = provider.removesuffix(COMPILE), tokens.device
     compiles = provider.endswith(COMPILE)
+    if mode == "serve":
+        if compiles or name == "eager":
+            raise Unsupported("a server's batch is too large for all logits, and it compiles by options of its own")
+        rounds = [_prompts(tokens), _prompts(tokens, REQUESTS)]
+
+        def serve() -> float:
+            model.set_attn_implementation(name)
+            return _serve(model, rounds, ANSWER)[1]
+
+        return serve
     optimizer = None
     if mode == "train":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
@@ -169,22 +255,27 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
 
 
 def _limit(unit: Unit, traffic: Traffic, device: torch.device, clock: Clock) -> Callable[[], float]:
-    """Returns a function that measures the limit in ms: a matrix product, or a stream of weights and cache."""
-    if unit.mode == "decode":
-        return steps.repeated_ms(limits.stream_call(traffic, device, clock), TOKENS, clock)
+    """Returns a function that measures the limit in ms: a matrix product, or a stream of weights and cache.
+
+    Of requests it is that of the generated tokens alone, without the prompts.
+    """
+    if unit.mode in ("decode", "serve"):
+        count = TOKENS if unit.mode == "decode" else ANSWER
+        return steps.repeated_ms(limits.stream_call(traffic, device, clock), count, clock)
     return steps.product_ms(traffic.flops, device, clock)
 
 
 def _count_traffic(case: Case, mode: str) -> Traffic:
-    """Returns the operations of a step, or the bytes of weights and keys of a decoded token."""
+    """Returns the operations of a step, or the bytes of weights and keys that are read for the next tokens."""
     shape, layers, n = SHAPES[case["size"]], case["layers"], case["context_length"]
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
     kv = 2 * width * shape["num_key_value_heads"] // heads
     weights = layers * (width * (2 * width + kv) + 3 * width * shape["intermediate_size"])
     head = width * shape["vocab_size"]
-    if mode == "decode":
+    if mode in ("decode", "serve"):
         itemsize = getattr(torch, case["dtype"]).itemsize
-        cache = layers * case["batch"] * (n + TOKENS // 2) * kv
+        keys = n + TOKENS // 2 if mode == "decode" else REQUESTS * (n * 9 // 16 + ANSWER // 2)
+        cache = layers * case["batch"] * keys * kv
         return Traffic(1, 0, (weights + head + cache) * itemsize)
     attention = 2 * layers * n * width  # two products of half the keys, for each token
     logits = head if mode == "train" else head // n  # of a prompt the last ones alone
@@ -226,9 +317,9 @@ BENCH = steps.model_bench(
         "trial": lambda device: [TRIAL],
     },
     traffic=_count_traffic,
-    title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 decoded tokens",
+    title="Llama of transformers, by its attention: wall time of a prompt, a training step, 200 tokens, requests",
     x="context_length",
-    modes=("prefill", "train", "decode"),
+    modes=("prefill", "train", "decode", "serve"),
     measure=measure,
     launches=launch,
 )

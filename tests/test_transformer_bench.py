@@ -11,7 +11,7 @@ import seeds
 import torch
 
 from benchmarks import _parts as parts
-from benchmarks import transformer
+from benchmarks import llama, transformer
 from benchmarks.transformer import BENCH, config_of
 from warploom.bench import runner, traces
 from warploom.bench.records import LIMIT, Record, load
@@ -318,3 +318,22 @@ def test_on_a_gpu_memory_is_counted_and_recorded(capsys: pytest.CaptureFixture[s
     assert main([*shlex.split(words), "--kind", "memory"]) == 0
     assert "transformer_lm.py:" in capsys.readouterr().out
     assert Path("out/memory-warploom.pickle").stat().st_size > 0
+
+
+def test_requests_are_served_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    case = llama.TRIAL
+    model = llama._model(case, CPU, torch.float32)
+    tokens = llama.make_inputs(case, CPU, torch.Generator().manual_seed(0))["tokens"]
+    prompts = llama._prompts(tokens)[::8]
+    model.set_attn_implementation("sdpa")
+    answers, ms = llama._serve(model, [prompts], 8)
+    assert [len(answer) for answer in answers] == [8] * len(prompts)
+    assert ms > 0
+    alone = [llama._decode(model, torch.tensor([prompt]), 8, False)[0].tolist() for prompt in prompts]
+    assert answers == alone
+    monkeypatch.setattr(llama, "SECONDS", 0.05)  # while the first batches are computed
+    with pytest.raises(
+        RuntimeError, match=r"of 4 requests were answered in 0\.\d s, \d+ tokens a second: Generation"
+    ):
+        llama._serve(model, [prompts], 300)
