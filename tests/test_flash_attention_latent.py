@@ -1,5 +1,6 @@
 """Flash attention with more than 256 features: the cache of latent attention, whose values lie in its keys."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -182,6 +183,30 @@ def test_pages_that_a_table_does_not_have_are_not_read(device: torch.device) -> 
     assert torch.equal(flash_attention(**call, backend="triton"), expected)
 
 
+@pytest.mark.usefixtures("many_chunks")
+def test_bits_do_not_depend_on_the_width_of_a_table(device: torch.device) -> None:
+    """Nor on the sequences whose pages are longer, and the place of a sequence among them."""
+    assert_alone_as_among_others(device, heads=16)
+
+
+def assert_alone_as_among_others(device: torch.device, heads: int) -> None:
+    """Each sequence has its bits alone too, in tables of different widths."""
+    size = 16
+    counts, used = ([2, 1, 3], [150, 3300, 400]) if device.type == "cuda" else ([1, 1], [20, 130])
+    call = packed_call(device, counts, used, size, heads=heads, causal=True, backend="triton", return_lse=True)
+    out, lse = flash_attention(**call)
+    bounds = call["cu_seqlens_q"].tolist()
+    for s, (first, last) in enumerate(itertools.pairwise(bounds)):
+        alone = call | {"q": call["q"][:, first:last], "seqused_k": call["seqused_k"][s : s + 1]}
+        alone["cu_seqlens_q"] = torch.tensor([0, last - first], dtype=torch.int32, device=device)
+        own = call["block_table"][s : s + 1, : -(-used[s] // size)]
+        for more in (0, 7, 500) if device.type == "cuda" else (50,):
+            alone["block_table"] = torch.nn.functional.pad(own, (0, more), value=10**9)
+            found, found_lse = flash_attention(**alone)
+            assert torch.equal(found, out[:, first:last]), (s, more)
+            assert torch.equal(found_lse, lse[..., first:last]), (s, more)
+
+
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_two_tiles_of_keys_fit_in_shared_memory(arch: int) -> None:
     from warploom.ops.flash_attention.triton.config import LATENT_SCRATCH, latent_tiles
@@ -287,3 +312,9 @@ def test_hopper_s_bits_do_not_depend_on_the_batch(
     for out, lse in found[1:]:
         assert torch.equal(out, found[0][0])
         assert torch.equal(lse, found[0][1])
+
+
+@pytest.mark.usefixtures("many_chunks")
+def test_hopper_s_bits_do_not_depend_on_the_width_of_a_table(launched: list[str], device: torch.device) -> None:
+    assert_alone_as_among_others(device, heads=17)
+    assert "hopper_latent_kernel" in launched
