@@ -7,8 +7,9 @@ by the wall clock with the device idle before and after. A provider whose decode
 passed on as its result.
 
 ``serve`` answers requests with prompts of different lengths by transformers' continuous batching, which takes them
-into one packed batch on a paged cache, each implementation with the options that transformers chooses for it; a
-record has the requests that are answered and the tokens that are generated in a second.
+into one packed batch on a paged cache, each implementation with the options that transformers chooses for it, and
+``warploom`` with its rotation, by the launch that writes keys. A record has the requests that are answered and the
+tokens that are generated in a second.
 """
 
 from __future__ import annotations
@@ -120,6 +121,10 @@ def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[l
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    from warploom.integrations import transformers as integration
+
+    if model.config._attn_implementation == "warploom":
+        integration.patch_rotary(model)
     # A switch to flash attention would look for its kernels on the network, and wait long where there is none.
     config = ContinuousBatchingConfig(
         max_batch_tokens=2048, max_requests_per_batch=len(rounds[0]), auto_switch_to_flash=False
@@ -142,6 +147,7 @@ def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[l
                 break
     finally:
         server.stop(hard_stop=True)
+        integration.unpatch_rotary(model)
         faulthandler.cancel_dump_traceback_later()
     while answer := server.get_result():  # what there is of the other answers
         answers[answer.request_id] = answer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom import flash_attention
+from warploom import append_kv, flash_attention
 from warploom.errors import ArgumentError, BackendError, DtypeError
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -25,6 +25,7 @@ from transformers import masking_utils  # noqa: E402
 
 from warploom.integrations import transformers as integration  # noqa: E402
 from warploom.integrations.transformers import paged  # noqa: E402
+from warploom.integrations.transformers.unrotated import ENDING, Unrotated  # noqa: E402
 
 Model = Any
 COMMON = {
@@ -69,7 +70,7 @@ TOKENS = 14
 def _registered() -> Iterator[None]:
     integration.register()
     yield
-    for name in ("warploom", "warploom" + paged.ENDING):
+    for name in ("warploom", "warploom" + ENDING):
         transformers.AttentionInterface._global_mapping.pop(name, None)
     transformers.AttentionMaskInterface._global_mapping.pop("warploom", None)
 
@@ -261,15 +262,21 @@ def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pyt
         integration.patch_rotary(ours)
     in_pages: list[bool] = []
     cached: list[int] = []
+    rotating: list[bool] = []
 
     def attend(*args: Any, **options: Any) -> torch.Tensor:
         in_pages.append("block_table" in options)
         return flash_attention(*args, **options)
 
+    def append(*args: Any, **options: Any) -> torch.Tensor | None:
+        rotating.append("theta" in options)
+        return append_kv(*args, **options)
+
     from transformers.generation.continuous_batching import PagedAttentionCache as Cache
 
     search = Cache.search_prefix_match
     monkeypatch.setattr(paged, "flash_attention", attend)
+    monkeypatch.setattr(paged, "append_kv", append)
     monkeypatch.setattr(Cache, "search_prefix_match", lambda *args: cached.append(search(*args)) or cached[-1])
     prompts = draw_requests()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -283,6 +290,7 @@ def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pyt
     )
     assert ours.config._attn_implementation == "warploom"
     assert any(in_pages) == (name != "mistral")  # which has sliding layers alone
+    assert rotating == [rotary] * len(rotating)
     assert max(cached, default=0) == (
         16 if name == "llama" else 0
     )  # transformers shares prefixes if all layers are full
@@ -290,6 +298,24 @@ def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pyt
     for prompt in prompts:
         alone = eager.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
         assert tokens[tuple(prompt)] == alone.tolist()
+
+
+def test_operations_before_the_cache_take_rotated_features() -> None:
+    """As where a model normalises queries and keys behind its rotation."""
+    q, k, theta = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.rand(4)
+    asked: list[torch.Tensor] = []
+    query = Unrotated(q, theta, False, lambda x: asked.append(x) or 2 * x)
+    key = Unrotated(k, theta, False, lambda x: asked.append(x) or 2 * x, query)
+    assert (key.shape, key.dtype, key.device, key.stride()) == (k.shape, k.dtype, k.device, k.stride())
+    assert not asked
+    assert torch.equal(query + 1, 2 * q + 1)
+    assert torch.equal(torch.cat((key, key), 2), torch.cat((2 * k, 2 * k), 2))
+    key *= 3
+    assert torch.equal(key.resolve(), 6 * k)
+    assert type(key.transpose(1, 2)) is torch.Tensor
+    assert asked[0] is q
+    assert asked[1] is k
+    assert len(asked) == 2
 
 
 def test_pages_of_a_batch_are_found_in_every_forward() -> None:

@@ -15,7 +15,8 @@ from warploom.errors import ArgumentError, ShapeError
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from warploom.integrations import transformers as integration  # noqa: E402
-from warploom.integrations.transformers import delta, paged  # noqa: E402
+from warploom.integrations.transformers import delta  # noqa: E402
+from warploom.integrations.transformers.unrotated import ENDING  # noqa: E402
 
 Model = Any
 COMMON = {
@@ -69,7 +70,7 @@ models = pytest.mark.parametrize("name", MODELS)
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     yield
-    for name in ("warploom", "warploom" + paged.ENDING):
+    for name in ("warploom", "warploom" + ENDING):
         transformers.AttentionInterface._global_mapping.pop(name, None)
     transformers.AttentionMaskInterface._global_mapping.pop("warploom", None)
 

@@ -19,8 +19,9 @@ from warploom.errors import ArgumentError, BackendError, DtypeError, fault
 from warploom.integrations.transformers.attention import attention
 from warploom.integrations.transformers.delta import patch_delta, unpatch_delta
 from warploom.integrations.transformers.masks import Visible, import_masking, mask
-from warploom.integrations.transformers.paged import ENDING, paged_attention, watch_continuous_batching
+from warploom.integrations.transformers.paged import paged_attention, watch_continuous_batching
 from warploom.integrations.transformers.rotary import has_rotary, patch_rotary, unpatch_rotary
+from warploom.integrations.transformers.unrotated import ENDING
 
 Model = TypeVar("Model")
 

@@ -9,14 +9,9 @@ import torch
 
 from warploom import append_kv, flash_attention
 from warploom.integrations.transformers.attention import refuse_options
+from warploom.integrations.transformers.unrotated import ENDING, Unrotated
 
 Tensor = torch.Tensor
-
-ENDING = "|paged flash"
-"""Ending of the name under which a model attends while it is served.
-
-Transformers makes no mask and reserves no memory for one, and captures CUDA graphs, where ``flash`` is in the name.
-"""
 
 
 def watch_continuous_batching(names: set[str]) -> None:
@@ -69,18 +64,21 @@ def paged_attention(
 
     Layers of full attention read the pages of the cache where they are. Of a sliding layer the cache is a ring of
     the window's size, which new keys overwrite: as in transformers, its keys are first copied together with the new
-    ones, so that every sequence has the last of its keys in order.
+    ones, so that every sequence has the last of its keys in order. Queries and keys of a patched rotary embedding
+    come `Unrotated`: `append_kv` rotates them if the layer reads pages.
 
     From version 5.24 on transformers' layers update the cache. Before, ``cache`` is given to do it here.
     """
     refuse_options(dropout, kwargs)
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs)
-    k, v = key.transpose(1, 2), value.transpose(1, 2)
-    keys: dict[str, Any] = {"cu_seqlens_k": kwargs["cu_seq_lens_k"]}
+    keys: dict[str, Any]
     if kwargs.get("block_table") is not None:
         k, v = kwargs["k_cache"], kwargs["v_cache"]
         keys = {"block_table": kwargs["block_table"], "seqused_k": kwargs["seqused_k"]}
+    else:
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        keys = {"cu_seqlens_k": kwargs["cu_seq_lens_k"]}
     out: Tensor = flash_attention(
         query.transpose(1, 2), k, v,
         causal=True, scale=scaling, window=None if sliding_window is None else (sliding_window - 1, 0),
@@ -97,14 +95,27 @@ def _can_read_pages(cache: Any, layer: int, kwargs: dict[str, Any]) -> bool:
 
 
 def _append(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> None:
-    """Write new keys and values (1, Hkv, N, ·) to a layer's pages, and put what attention reads in ``kwargs``."""
+    """Write new keys and values (1, Hkv, N, ·) to a layer's pages, and put what attention reads in ``kwargs``.
+
+    Keys that are not rotated yet are, and so are their queries. A token's place among the keys is its position.
+    """
+    rotary: dict[str, Any] = {}
+    query: Any = None  # to be rotated here
+    if isinstance(key, Unrotated) and key.rotated is None:
+        rotary = {"theta": key.theta, "interleaved": key.interleaved}
+        if key.query is not None and key.query.rotated is None:
+            query = key.query
+            rotary["q"] = query.raw.transpose(1, 2)
+        key = key.raw
     allocator = cache.layer_to_allocator[layer]
     k, v = allocator.get_cache_for_block_table(layer)
     pages = _find_pages(cache, allocator, layer, kwargs)
-    append_kv(
+    rotated = append_kv(
         key.transpose(1, 2), value.transpose(1, 2), k, v, cu_seqlens=kwargs["cu_seq_lens_q"],
-        seqused_k=pages["seqused_k"], block_table=pages["block_table"],
+        seqused_k=pages["seqused_k"], block_table=pages["block_table"], **rotary,
     )  # fmt: skip
+    if rotated is not None:
+        query.rotated = rotated.transpose(1, 2)
     kwargs |= {"k_cache": k, "v_cache": v, **pages}
 
 

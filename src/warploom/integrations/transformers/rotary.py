@@ -14,6 +14,7 @@ import torch
 
 from warploom import lrpe_rotate
 from warploom.errors import ArgumentError, WarploomError, fault
+from warploom.integrations.transformers.unrotated import ENDING, Unrotated
 
 Tensor = torch.Tensor
 
@@ -29,6 +30,7 @@ class RotaryAngles(NamedTuple):
     scaling: float  # the factor of rotated features
     axes: Tensor | None  # (A, F): 1 for the axis of positions of a frequency, else 0
     pairs: tuple[tuple[str, str], ...]  # the layout of pairs of features for each function
+    served: bool = False  # on the way to a paged cache
 
 
 class PatchedRotary(torch.nn.Module):
@@ -52,9 +54,9 @@ class PatchedRotary(torch.nn.Module):
         if position_ids.dim() == 3 and position_ids.stride(0) == 0:
             position_ids = position_ids[0]  # text has the same position on each axis
         axes = None if axes is None or position_ids.dim() == 2 else axes.to(x.device)
-        angles = RotaryAngles(
-            theta, position_ids, getattr(self.embedding, f"{prefix}attention_scaling"), axes, self.pairs
-        )
+        scaling = getattr(self.embedding, f"{prefix}attention_scaling")
+        served = str(getattr(self.embedding.config, "_attn_implementation", None)).endswith(ENDING)
+        angles = RotaryAngles(theta, position_ids, scaling, axes, self.pairs, served)
         return angles, angles
 
     def __getattr__(self, name: str) -> Any:
@@ -357,11 +359,26 @@ def _wrap(function: str) -> None:
             return of_cosines(*args, **options)
         pairs = dict(angles.pairs)[function]
         axis = given.get("unsqueeze_dim", heads_axis)
+        if axis == 1 and _waits(angles, pairs, [given.get(x) for x in rotated]):
+            rotate_later = functools.partial(rotate, angles=angles, pairs=pairs, heads_axis=axis)
+            query, key = (given[x] for x in rotated)
+            query = Unrotated(query, angles.theta, pairs != "halves", rotate_later)
+            return query, Unrotated(key, angles.theta, pairs != "halves", rotate_later, query)
         out = [rotate(given[x], angles, pairs, axis) for x in rotated if given.get(x) is not None]
         return tuple(out) if len(out) > 1 else out[0]
 
     apply.of_cosines = of_cosines  # type: ignore[attr-defined]
     setattr(module, name, apply)
+
+
+def _waits(angles: RotaryAngles, pairs: str, tensors: list[Tensor | None]) -> bool:
+    """Returns True for queries and keys (1, H, N, D) on the way to a paged cache that `append_kv` can rotate."""
+    if not angles.served or angles.axes is not None or angles.scaling != 1 or pairs == "neighbours to halves":
+        return False
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    whole = [x is not None and x.shape[-1] == 2 * angles.theta.shape[0] for x in tensors]
+    return len(whole) == 2 and all(whole)
 
 
 def rotate(x: Tensor, angles: RotaryAngles, pairs: str, heads_axis: int) -> Tensor:
