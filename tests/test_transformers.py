@@ -341,9 +341,12 @@ def test_pages_of_a_batch_are_found_in_every_forward() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_continuous_batching_in_cuda_graphs(name: str) -> None:
+def test_continuous_batching_in_cuda_graphs(name: str, rotary: bool) -> None:
     eager, ours = (model.cuda() for model in pair_of(name))
+    if rotary:
+        integration.patch_rotary(ours)
     prompts = draw_requests()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     served = ours.generate_batch(

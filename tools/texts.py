@@ -52,6 +52,7 @@ TEXTS = (
     "docs/published-tables.md",
     "docs/transformer.md",
     "docs/many-gpus.md",
+    "docs/serving.md",
     *GUIDES,
 )
 MARK = f"<!-- {{}}: {WRITTEN} -->"
@@ -554,6 +555,54 @@ def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     return markdown_table(["bench", "mode", "GPU", "below / measured", "least", "at"], rows, words=3)
 
 
+SERVED = {
+    ("attention_decode", "fwd"): "a step of decoding",
+    ("attention_serving", "fwd"): "attention of a batch",
+    ("append_kv", "fwd"): "rotation and appending",
+    ("llama", "serve"): "requests to a model of transformers",
+}
+"""What a server calls, by bench and mode."""
+
+
+def serving_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """A row for each case of what a server calls, and what of it has no records."""
+    kind = [record for record in records if (record.operator, record.mode) in SERVED]
+    heads = ["measured", "batch", "GPU", "ms", "of the limit", "fastest alternative", "its time / ours"]
+    heads += ['time with `bits="chunks"` / ours']
+    rows = []
+    for section, panel, mode, x, record in _measured(kind, devices, ("fwd", "serve")):
+        pair = panel.rival(mode, x, section)
+        rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
+        times = [format_number(record.ms), _percent(record.limit_fraction)]
+        chunks = panel.at(mode).get("warploom_chunks", {}).get(x)
+        ratio = format_ratio(chunks.ms / record.ms) if chunks and chunks.ms and record.ms else ""
+        gpu = gpu_of(section, devices, panel.device)
+        rows.append([SERVED[section.operator, mode], _batch_of(record), gpu, *times, *rival, ratio])
+    found = {(record.operator, record.mode) for record in kind}
+    absent = [
+        f"{what} (`{name.replace('_', '-')}`)" for (name, mode), what in SERVED.items() if (name, mode) not in found
+    ]
+    parts = [markdown_table(heads, rows, words=3)] if rows else []
+    parts += [f"Without a record of the present code: {', '.join(absent)}."] if absent else []
+    return "\n\n".join(parts)
+
+
+def _batch_of(record: Record) -> str:
+    """Returns a case of a server's bench in words."""
+    case = record.case
+    if record.operator == "llama":
+        rate = (record.details or {}).get("tokens_per_second")
+        return f"prompts of up to {case['context_length']} tokens" + (
+            f", {rate:.0f} tokens a second" if rate else ""
+        )
+    if record.operator == "append_kv":
+        return f"{case['n']} tokens of {len(case['used'])} sequences"
+    of_mix = case.get("mix") or f"{case['batch']} × {format_size(case['m'])}, {case['cache']}"
+    pages = f", pages of {case['page_size']}" if "page_size" in case else ""
+    latent = ", latent" if case.get("latent") else ""
+    return f"{of_mix}{pages}, {case['heads']}:{case['key_heads']} heads{latent}"
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Several GPUs
 # ----------------------------------------------------------------------------------------------------------
@@ -717,6 +766,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "rates of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), rate),
     "ratios of tpa": partial(grid, "tpa_attention", {}, ("quick", "published"), ratio),
     "below the target of lrpe": below_target,
+    "serving": serving_table,
     "context parallel": context_table,
     "training over GPUs": training_table,
 }

@@ -606,6 +606,12 @@ def _trees(device: str) -> list[Case]:
     ]
 
 
+def _warploom_chunks(case: Case) -> Provider:
+    """Returns the call whose bits do not depend on with how many others of its sequence a query comes."""
+    need_cuda("the Triton kernels")
+    return functools.partial(flash_attention, backend="triton", bits="chunks")
+
+
 def _warploom_causal(case: Case) -> Provider:
     """Returns the call without a mask that shows what a mask of causal attention does: its rate is the aim."""
     if case.get("pattern") != "causal":
@@ -660,7 +666,7 @@ BENCHES = (
             "quick": _quick_serving,
             "published": _serving,
         },
-        providers={"warploom": _warploom, **peers.SERVERS},
+        providers={"warploom": _warploom, "warploom_chunks": _warploom_chunks, **peers.SERVERS},
         precompiled=tuple(peers.SERVERS),
         quick=("warploom", *peers.SERVERS),
         traffic=_serving_traffic,
