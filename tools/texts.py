@@ -583,7 +583,7 @@ def serving_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
         f"{what} (`{name.replace('_', '-')}`)" for (name, mode), what in SERVED.items() if (name, mode) not in found
     ]
     parts = [markdown_table(heads, rows, words=3)] if rows else []
-    parts += [f"Without a record of the present code: {', '.join(absent)}."] if absent else []
+    parts += [f"There are no records of the present code yet of {', '.join(absent)}."] if absent else []
     return "\n\n".join(parts)
 
 
