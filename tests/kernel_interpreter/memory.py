@@ -15,6 +15,7 @@ BARRIERS = Layout()
 """The layout of barriers."""
 JUNK = 0x5A
 """What integers are where nothing is known of them; floating numbers are NaN."""
+BEYOND = "an address beyond a tensor's memory"
 
 
 class Pointer:
@@ -56,30 +57,49 @@ class Pointer:
         size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
         return torch.as_strided(self.tensor.detach(), (size,), (1,), 0)
 
-    def places(self, mask: Any, *like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where in `memory`, and whether."""
-        offset = torch.as_tensor(raw(self.offset)).long() + self.tensor.storage_offset()
-        offset, chosen, *_ = torch.broadcast_tensors(
-            offset, torch.as_tensor(True if mask is None else raw(mask)), *like
-        )
-        if bool((chosen & ((offset < 0) | (offset >= len(self.memory())))).any()):
-            raise KernelError("an address beyond a tensor's memory")
-        return offset, chosen
+    def places(self) -> torch.Tensor:
+        """Where in `memory`."""
+        offset = torch.as_tensor(raw(self.offset)).long()
+        first = self.tensor.storage_offset()
+        return offset + first if first else offset
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
-    memory, (offset, chosen) = pointer.memory(), pointer.places(mask)
+    memory, offset = pointer.memory(), pointer.places()
+    if mask is None:
+        return Tensor(_taken(memory, offset))
+    offset, chosen = torch.broadcast_tensors(offset, torch.as_tensor(raw(mask)))
+    if bool(chosen.all()):
+        return Tensor(_taken(memory, offset))
     nothing = (math.nan if memory.is_floating_point() else JUNK) if other is None else raw(other)
-    values = torch.as_tensor(nothing, dtype=memory.dtype).expand(offset.shape).clone()
-    values[chosen] = memory[offset[chosen]]
+    values = torch.as_tensor(nothing, dtype=memory.dtype).expand(offset.shape)
+    if bool(chosen.any()):
+        values = torch.where(chosen, _taken(memory, torch.where(chosen, offset, 0)), values)
     return Tensor(values)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
-    memory = pointer.memory()
+    memory, offset = pointer.memory(), pointer.places()
     given = torch.as_tensor(raw(value)).to(memory.dtype)
-    offset, chosen = pointer.places(mask, given)
-    memory[offset[chosen]] = given.broadcast_to(offset.shape)[chosen]
+    if mask is None:
+        offset, given = torch.broadcast_tensors(offset, given)
+    else:
+        offset, given, chosen = torch.broadcast_tensors(offset, given, torch.as_tensor(raw(mask)))
+        if not bool(chosen.all()):
+            (places,) = chosen.reshape(-1).nonzero(as_tuple=True)
+            offset, given = (x.reshape(-1).index_select(0, places) for x in (offset, given))
+    try:
+        memory.scatter_(0, offset.reshape(-1), given.reshape(-1))
+    except RuntimeError as error:
+        raise KernelError(BEYOND) from error
+
+
+def _taken(memory: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Returns copies of numbers of ``memory``, in the shape of ``offset``."""
+    try:
+        return memory.index_select(0, offset.reshape(-1)).view(offset.shape)
+    except IndexError as error:
+        raise KernelError(BEYOND) from error
 
 
 def atomic_add(pointer: Pointer, value: Any, **_: Any) -> Tensor:

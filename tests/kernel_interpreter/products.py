@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -10,9 +12,8 @@ def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns ``a · b`` (…, M, N) of factors (…, M, K) and (…, K, N) that float32 holds: exact, and rounded once.
 
     float64 holds the products of two such numbers. In whatever order a BLAS adds them, a sum is off by less than
-    ``error``. Where that leaves two float32 to round to, it is formed anew, with twice the bits and in one order.
+    ``error``. Where that leaves two float32 to round to, it is formed anew, in as many bits as it takes.
     """
-    a, b = a.float(), b.float()
     x, y = a.double().numpy(), b.double().numpy()
     with np.errstate(invalid="ignore", over="ignore"):
         sums = x @ y
@@ -24,24 +25,16 @@ def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             terms = x.shape[-1] * 2.0 ** (_bits(a) + _bits(b) - 53)
             exact = _range(x, -1)[..., :, None] * (_range(y, -2) * terms)[..., None, :] <= 1
             *batch, m, n = np.nonzero(unsure & ~exact & np.isfinite(error))
-            result[(*batch, m, n)] = _sum_in_order(x[(*batch, m)] * y.swapaxes(-1, -2)[(*batch, n)])
+            rows_of_terms = x[(*batch, m)] * y.swapaxes(-1, -2)[(*batch, n)]
+            result[(*batch, m, n)] = [math.fsum(terms) for terms in rows_of_terms.tolist()]
         return torch.from_numpy(result + np.float32(0))  # no zero has a sign
 
 
-def _sum_in_order(terms: np.ndarray) -> np.ndarray:
-    """Returns the sums of rows: one term after the other, with what each addition rounds off."""
-    total, lost = np.zeros((2, len(terms)))
-    for term in terms.T:
-        more = total + term
-        part = more - total
-        lost += (total - (more - part)) + (term - part)
-        total = more
-    return total + lost
-
-
 def _bits(x: torch.Tensor) -> int:
-    """Returns how many bits the significands of float32 numbers have: bfloat16's, float16's or all."""
-    below = int(np.bitwise_or.reduce(np.ascontiguousarray(x.numpy()).view(np.int32), axis=None))
+    """Returns how many bits the significands of numbers have: bfloat16's, float16's or float32's."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return 8 if x.dtype == torch.bfloat16 else 11
+    below = int(np.bitwise_or.reduce(np.ascontiguousarray(x.float().numpy()).view(np.int32), axis=None))
     return 8 if below & 0xFFFF == 0 else 11 if below & 0x1FFF == 0 else 24
 
 

@@ -119,7 +119,7 @@ def raw(x: Any) -> Any:
 def together(x: Any, y: Any) -> tuple[Any, Any]:
     """Two operands as PyTorch takes them: a tensor without axes counts for its dtype, unlike in PyTorch."""
     x, y = raw(x), raw(y)
-    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype != y.dtype:
         kind = torch.promote_types(x.dtype, y.dtype)
         return x.to(kind), y.to(kind)
     return x, y
@@ -127,7 +127,7 @@ def together(x: Any, y: Any) -> tuple[Any, Any]:
 
 def _binary(function: Callable[[Any, Any], torch.Tensor], swapped: bool = False) -> Callable[..., Any]:
     def method(x: Tensor, y: Any) -> Any:
-        if not isinstance(y, Tensor | int | float):
+        if not isinstance(y, (Tensor, int, float)):
             return NotImplemented
         return Tensor(function(*together(y, x) if swapped else together(x, y)))
 
@@ -147,7 +147,7 @@ def _give_arithmetic() -> None:
     names = ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift")
     for name in (*names, "lt", "le", "gt", "ge", "eq", "ne"):
         special = f"__{name}__"
-        setattr(Tensor, special, _binary(lambda x, y, special=special: getattr(torch.as_tensor(x), special)(y)))
+        setattr(Tensor, special, _binary(getattr(torch.Tensor, special)))
     for name in names:
         special = f"__{name}__"
         method = _binary(lambda x, y, special=special: getattr(torch.as_tensor(x), special)(y), swapped=True)
