@@ -110,14 +110,14 @@ def _prompts(tokens: torch.Tensor, first: int = 0) -> list[list[int]]:
     return [tokens[0].roll(first + i)[:n].tolist() for i, n in enumerate(lengths)]
 
 
-def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[list[list[int]], float]:
-    """Returns so many tokens behind each prompt of the last round, and the milliseconds that this round took.
+def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[list[list[int]], list[float]]:
+    """Returns so many tokens behind each prompt of the last round, and the milliseconds of every round.
 
-    In the rounds before CUDA graphs are captured. A round ends after `SECONDS`. If the server does not stop soon,
-    as a GPU answers nothing, say, the process ends, and prints in which lines its threads are.
+    In the first one CUDA graphs are captured. A round ends after `SECONDS`. If the server does not stop soon, as a
+    GPU answers nothing, say, the process ends, and prints in which lines its threads are.
 
     Raises:
-        RuntimeError: An answer is missing. The message has the rate up to the end of the round.
+        RuntimeError: An answer is missing. The message has the rate up to the end of its round.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -134,6 +134,7 @@ def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[l
     faulthandler.dump_traceback_later(len(rounds) * SECONDS + 30, exit=True)
     server = model.init_continuous_batching(options, config)
     server.start()
+    seconds: list[float] = []
     try:
         for prompts in rounds:
             begun = time.perf_counter()
@@ -142,7 +143,7 @@ def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[l
             while len(answers) < len(names) and time.perf_counter() - begun < SECONDS and server.is_running():
                 if answer := server.get_result(timeout=0.1):
                     answers[answer.request_id] = answer
-            seconds = time.perf_counter() - begun
+            seconds.append(time.perf_counter() - begun)
             if len(answers) < len(names):
                 break
     finally:
@@ -156,10 +157,10 @@ def _serve(model: Any, rounds: Sequence[list[list[int]]], count: int) -> tuple[l
         made = sum(len(answer.generated_tokens) for answer in answers.values())
         errors = ", ".join({answer.error for answer in answers.values() if answer.error})
         raise RuntimeError(
-            f"{len(whole)} of {len(names)} requests were answered in {seconds:.1f} s, "
-            f"{made / seconds:.0f} tokens a second: {errors}"
+            f"{len(whole)} of {len(names)} requests were answered in {seconds[-1]:.1f} s, "
+            f"{made / seconds[-1]:.0f} tokens a second: {errors}"
         )
-    return [answers[name].generated_tokens for name in names], 1000 * seconds
+    return [answers[name].generated_tokens for name in names], [1000 * each for each in seconds]
 
 
 def _check_tokens(case: Case, mode: str, providers: Sequence[str], device: torch.device) -> dict[str, bool]:
@@ -225,11 +226,15 @@ def _start(model: Any, provider: str, mode: str, tokens: torch.Tensor) -> Callab
     if mode == "serve":
         if compiles or name == "eager":
             raise Unsupported("a server's batch is too large for all logits, and it compiles by options of its own")
-        rounds = [_prompts(tokens), _prompts(tokens, REQUESTS)]
+        samples: list[float] = []
 
         def serve() -> float:
-            model.set_attn_implementation(name)
-            return _serve(model, rounds, ANSWER)[1]
+            """Returns the time of another round; all are served by one server, one behind the other."""
+            if not samples:
+                model.set_attn_implementation(name)
+                rounds = [_prompts(tokens, number * REQUESTS) for number in range(ROUNDS["serve"] + 1)]
+                samples.extend(_serve(model, rounds, ANSWER)[1][1:])
+            return samples.pop()
 
         return serve
     optimizer = None

@@ -329,11 +329,10 @@ def test_requests_are_served_for_a_limited_time(monkeypatch: pytest.MonkeyPatch)
     model.set_attn_implementation("sdpa")
     answers, ms = llama._serve(model, [prompts], 8)
     assert [len(answer) for answer in answers] == [8] * len(prompts)
-    assert ms > 0
+    assert len(ms) == 1
+    assert ms[0] > 0
     alone = [llama._decode(model, torch.tensor([prompt]), 8, False)[0].tolist() for prompt in prompts]
     assert answers == alone
     monkeypatch.setattr(llama, "SECONDS", 0.05)  # while the first batches are computed
-    with pytest.raises(
-        RuntimeError, match=r"of 4 requests were answered in 0\.\d s, \d+ tokens a second: Generation"
-    ):
+    with pytest.raises(RuntimeError, match=r"\d of 4 requests were answered in \d+\.\d s, \d+ tokens a second"):
         llama._serve(model, [prompts], 300)
