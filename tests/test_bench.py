@@ -22,7 +22,7 @@ from warploom.bench.compile_first import Ahead
 from warploom.bench.records import LIMIT, Record
 from warploom.bench.runner import Outcome, Selection
 from warploom.errors import ArgumentError
-from warploom.ops.spec import COMPILED_BRIEFLY, Bench, Case
+from warploom.ops.spec import Bench, Case
 from warploom.report import render_terminal
 
 pytestmark = pytest.mark.usefixtures("quick_measurements")
@@ -218,14 +218,14 @@ def test_cases_are_measured_as_their_kernels_are_there_and_shown_in_their_order(
 
 
 def test_the_quick_suite_has_fewer_providers_and_modes_unless_they_are_named(tmp_path: Path) -> None:
-    names = ("torch", "slow", COMPILED_BRIEFLY)
+    names = ("torch", "slow", "brief")
     bench = replace(
         toy.make_bench(**{name: lambda case: toy.reference for name in names}),
         modes=("fwd", "bwd", "fwd_bwd"),
-        quick=("torch", COMPILED_BRIEFLY),
+        quick=("torch", "brief"),
     )
-    assert bench.providers_of("quick") == ["torch", COMPILED_BRIEFLY]
-    assert bench.providers_of("published") == ["torch", "slow"]
+    assert bench.providers_of("quick") == ["torch", "brief"]
+    assert bench.providers_of("published") == [*names]
     found = run(bench, tmp_path, Selection(case={"n": [64]})).records
     assert {(r.provider, r.mode) for r in found} == {
         (name, mode) for name in (*bench.quick, LIMIT) for mode in ("fwd", "bwd")

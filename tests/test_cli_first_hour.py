@@ -215,9 +215,7 @@ def test_a_terminal_shows_bar_count_time_left_and_the_cases_that_are_finished(
     monkeypatch.setenv("TERM", "dumb")  # no colours, and no cursor that moves
     stream = Terminal()
     label = "toy-scale fwd " + " ".join(f"parameter{i}=value" for i in range(9)) + " n={}"
-    others = [
-        replace(RECORD, provider=name) for name in ("torch_compile_default", "torch_compile", "sdpa_efficient")
-    ]
+    others = [replace(RECORD, provider=name) for name in ("torch_compile_cache", "torch_compile", "sdpa_efficient")]
     with show_progress(4, stream) as progress:
         for n in range(3):
             progress.begin(label.format(n))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from warploom.bench.attempt import DeviceLostError, attempt
 from warploom.bench.evaluate import Unit, provider_call
 from warploom.bench.fingerprint import builds_of
 from warploom.ops import benches
-from warploom.ops.spec import COMPILED_BRIEFLY, Case
+from warploom.ops.spec import Case
 from warploom.testing.workers import start_workers
 
 MOST_PROCESSES = 12
@@ -100,7 +99,7 @@ def compile_first(
         kept = {name: value for name, value in unit.case.items() if name not in _SIZES}
         group = json.dumps([bench.name, unit.mode, kept], sort_keys=True)
         ours = [name for name in names if bench.runs_kernels(name) and name not in bench.precompiled]
-        others = [name for name in names if name not in (*ours, *bench.precompiled, COMPILED_BRIEFLY)]
+        others = [name for name in names if name not in (*ours, *bench.precompiled)]
         for groups, wanted in ((kernels, ours), (peers, others if bench.measure is None else ())):
             if wanted:
                 work = _Work(bench.name, unit.suite, dict(unit.case), unit.mode, tuple(wanted))
@@ -116,8 +115,6 @@ def compile_first(
     try:
         pending = _submit(pool, units, kernels, device)
         late = wait([pool.submit(_call_once, group, device) for group in peers.values()], seconds).not_done
-        if any(COMPILED_BRIEFLY in names for _, names in units):
-            importlib.import_module("torch._inductor.compile_fx")  # takes seconds, as do the first kernels
         yield Ahead() if late else Ahead(pending)
     finally:
         for process in set(multiprocessing.active_children()) - not_ours:

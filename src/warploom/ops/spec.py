@@ -30,8 +30,6 @@ QUICK = "quick"
 """The suite for a first look, of at most a minute."""
 SEEDS = "seeds"
 """The suite of the cases that earlier libraries of this kind published: every row of ``report/published``."""
-COMPILED_BRIEFLY = "torch_compile_default"
-"""The provider that is compiled without autotuning, in the suite `QUICK` only."""
 
 
 class Unsupported(Exception):
@@ -253,7 +251,7 @@ class Bench:
         """Returns the names of the providers that a suite measures by default."""
         if suite == QUICK:
             return [name for name in self.every_provider if not self.quick or name in self.quick]
-        return [name for name in self.every_provider if name != COMPILED_BRIEFLY]
+        return list(self.every_provider)
 
     def modes_of(self, suite: str) -> list[str]:
         """Returns the modes that a suite measures by default: ``quick`` leaves out ``fwd_bwd``."""
@@ -268,12 +266,6 @@ class Bench:
 def on_gpus(cases: Callable[[str], Sequence[Case]]) -> Callable[[str], Sequence[Case]]:
     """Returns a suite's function of cases that has none for a CPU."""
     return lambda device: cases(device) if device == "cuda" else ()
-
-
-def compile_briefly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a peer for its case without autotuning: `COMPILED_BRIEFLY`."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
-    return compiled
 
 
 def compile_at_best(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:

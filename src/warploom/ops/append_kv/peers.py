@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from warploom.ops.spec import COMPILED_BRIEFLY, Case, compile_at_best, compile_briefly
+from warploom.ops.spec import Case, compile_at_best
 
 Tensor = torch.Tensor
 Provider = Callable[..., tuple[Tensor, ...]]
@@ -40,5 +40,4 @@ def append(
 PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "torch": lambda case: append,
     "torch_compile": lambda case: compile_at_best(append),
-    COMPILED_BRIEFLY: lambda case: compile_briefly(append),
 }

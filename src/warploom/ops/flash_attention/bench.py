@@ -518,10 +518,6 @@ def _jvp(device: str) -> list[Case]:
     ]
 
 
-def _quick_jvp(device: str) -> list[Case]:
-    return [_ON_CPU | {"n": 256}] if device != "cuda" else [_training_case(1, 16, 16, 128, 8192, True)]
-
-
 def _jvp_traffic(case: Case, mode: str) -> Traffic:
     """Returns the operations of six products: q kᵀ, its two tangents, and the sums with v and with its tangent."""
     forward = traffic(case, "fwd")
@@ -586,12 +582,9 @@ def _biases(device: str) -> list[Case]:
     return [{**case, **change} for change in changes for case in plain]
 
 
-def _quick_biases(device: str) -> list[Case]:
-    return [case for case in _biases(device) if case.get("bias") == "heads"][-1:]
-
-
 def _quick_masks(device: str) -> list[Case]:
-    return [case for case in _masks(device) if case["pattern"] == "documents"][-1:]
+    n = 4096 if device == "cuda" else 512
+    return [{**case, "n": n} for case in _masks(device) if case["pattern"] == "documents"][-1:]
 
 
 def _trees(device: str) -> list[Case]:
@@ -693,42 +686,33 @@ BENCHES = (
     Bench(
         name="attention-biases",
         operator=OPERATOR,
-        suites={
-            "quick": _quick_biases,
-            "published": _biases,
-        },
+        suites={"published": _biases},
         providers={"warploom": _warploom, **peers_masked.PROVIDERS},
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
-        quick=("warploom", "torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
         traffic=patterns.masked_traffic,
         title="Attention with biases and slopes",
-        budgets=peers.BUDGETS,
+        budgets=peers_masked.BUDGETS,
     ),
     Bench(
         name="attention-trees",
         operator=OPERATOR,
-        suites={
-            "quick": lambda device: _trees(device)[:1],
-            "published": _trees,
-        },
+        suites={"published": _trees},
         providers={"warploom": _warploom, **peers_masked.PROVIDERS},
         precompiled=("torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
-        quick=("warploom", "torch", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"),
         traffic=patterns.masked_traffic,
         title="Attention of a tree of tokens on a cache",
         x="m",
         modes=("fwd",),
-        budgets=peers.BUDGETS,
+        budgets=peers_masked.BUDGETS,
     ),
     Bench(
         name="attention-jvp",
         operator=dataclasses.replace(
             OPERATOR, function=_jvp_with_lse, reference=_define_jvp, make_inputs=_make_tangents
         ),
-        suites={"quick": _quick_jvp, "published": _jvp},
+        suites={"published": _jvp},
         providers={"warploom": _jvp_warploom, **peers.FORWARD_MODE},
         precompiled=("torch",),
-        quick=("warploom", "torch"),
         traffic=_jvp_traffic,
         title="Attention and lse in forward mode",
         modes=("fwd",),

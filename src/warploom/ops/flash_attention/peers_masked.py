@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from warploom.ops.flash_attention import peers
 from warploom.ops.flash_attention.block_mask import BlockMask
 from warploom.ops.flash_attention.patterns import make_pattern
 from warploom.ops.flash_attention.peers import Provider, attend_fused, need_device_of
@@ -115,3 +116,5 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
     "flex_attention": _flex_attention,
 }
+BUDGETS = peers.BUDGETS | {"torch": 4.0}
+"""Also where a bias is added to logits of 16 bits, by products of matrices one after the other."""

@@ -167,10 +167,8 @@ def flash_attention(
         out, lse = attend_block(slice(None), queries, wide_k, wide_v)
     else:
         size = max(BLOCK_WEIGHTS // row, 1)
-        blocks = [
-            checkpoint(attend_block, slice(i, i + size), queries, wide_k, wide_v, use_reentrant=False)
-            for i in range(0, tokens, size)
-        ]
+        again = functools.partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
+        blocks = [again(slice(i, i + size), queries, wide_k, wide_v) for i in range(0, tokens, size)]
         out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*blocks), (1, 2)))
     out = out.to(q.dtype)
     if cu_seqlens_q is not None:

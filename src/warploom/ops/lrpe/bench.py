@@ -13,7 +13,6 @@ from warploom.ops.lrpe import peers, reference
 from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
 from warploom.ops.lrpe.peers import Provider
 from warploom.ops.spec import (
-    COMPILED_BRIEFLY,
     KERNELS,
     SEEDS,
     Bench,
@@ -262,17 +261,14 @@ def traffic(case: Case, mode: str, *, paired: bool) -> Traffic:
 _LENGTHS = {"quick": _quick, "published": _published, "theta": _theta, SEEDS: on_gpus(_published)}
 
 
-def _bench(
-    operator: Operator, name: str, suites: Any, title: str, providers: Any = None, compiled: bool = False
-) -> Bench:
-    """Returns a bench, in whose quick suite a peer is compiled or not."""
+def _bench(operator: Operator, name: str, suites: Any, title: str, providers: Any = None) -> Bench:
     return Bench(
         name=name,
         operator=operator,
         suites=suites,
         providers=providers or _providers(operator),
         precompiled=("torch",),
-        quick=(KERNELS, "torch", *([COMPILED_BRIEFLY] if compiled else [])),
+        quick=(KERNELS, "torch"),
         traffic=functools.partial(traffic, paired=operator is ROTATE),
         title=title,
     )
@@ -286,7 +282,6 @@ BENCHES = (
         _ROPE_SUITES,
         "RoPE: LRPE rotate with frequencies that all heads share",
         _providers(ROTATE) | peers.ROPE,
-        compiled=True,
     ),
     _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),
     _bench(ROTATE, "lrpe-rotate-md", _GRIDS, "LRPE rotate on grids of one, two and three dimensions"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warploom.ops.lrpe import reference
-from warploom.ops.spec import COMPILED_BRIEFLY, Case, Unsupported, compile_at_best, compile_briefly, need_cuda
+from warploom.ops.spec import Case, Unsupported, compile_at_best, need_cuda
 
 Tensor = torch.Tensor
 Provider = Callable[..., Tensor]
@@ -63,7 +63,6 @@ def providers(kind: str) -> dict[str, Callable[[Case], Provider]]:
     return {
         "torch": lambda case: plain(kind),
         "torch_compile": lambda case: compile_at_best(plain(kind)),
-        COMPILED_BRIEFLY: lambda case: compile_briefly(plain(kind)),
         "torch_compile_cache": functools.partial(_compiled_cache, kind),
     }
 

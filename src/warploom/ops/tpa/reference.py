@@ -224,7 +224,7 @@ def _in_blocks(
         piece = slice(start, start + size)
         arguments = q[:, piece], first[:, piece], last[:, piece]
         if torch.is_grad_enabled():
-            pieces.append(checkpoint(block, *arguments, use_reentrant=False))
+            pieces.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             pieces.append(block(*arguments))
     return torch.cat(pieces, dim=1)
