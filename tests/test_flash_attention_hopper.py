@@ -439,12 +439,13 @@ def test_the_last_section_of_heads_is_narrower(
     causal: bool, together: bool, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
+    from warploom.ops.flash_attention import problem
     from warploom.ops.flash_attention.hopper import launch as launchers_hopper
     from warploom.ops.flash_attention.triton import launch as launchers
     from warploom.ops.flash_attention.triton import launch_small as launchers_small
 
     n, d = 700, 64
-    monkeypatch.setattr(launchers_hopper, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
+    monkeypatch.setattr(problem, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
     monkeypatch.setattr(launchers_hopper, "splits_of", lambda *arguments: 1)
     monkeypatch.setattr(launchers_hopper, "_SHORT", 0)  # short loops too
     monkeypatch.setattr(launchers_small, "suits_backward", lambda *arguments: False)  # small problems too

@@ -250,10 +250,10 @@ def test_the_last_section_of_heads_is_narrower(
     heads: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are taken in sections that fit in the L2 cache: here those of two key heads, and there are three."""
-    from warploom.ops.flash_attention.triton import launch as launchers
+    from warploom.ops.flash_attention import problem
 
     n, d = 140, 16
-    monkeypatch.setattr(launchers, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
+    monkeypatch.setattr(problem, "L2_SHARE", 2 * (n * 2 * d * torch.bfloat16.itemsize))
     inputs = random_inputs(device, n, d=d, batch=1, dtype=torch.bfloat16, return_lse=True, **heads)
     with poison_allocations():
         assert_right(inputs, "triton")

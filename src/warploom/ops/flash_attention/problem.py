@@ -195,6 +195,15 @@ def loop_steps(kernel: str, shape: Shape, mask: MaskSpec, block: int, step: int)
     return steps
 
 
+def heads_of_section(heads: int, head_bytes: int) -> int:
+    """Returns how many heads are taken together: as many as share the L2 cache, in sections that are equally large.
+
+    In a last section that is smaller, long loops would begin when few are left beside them.
+    """
+    sections = -(-heads // max(L2_SHARE // head_bytes, 1))
+    return -(-heads // sections)
+
+
 def best_splits(steps: list[int], rows: int, programs: int, elements: int, costs: Costs) -> int:
     """Returns the number of splits of each loop that makes the whole fastest, by an estimate in steps.
 

@@ -34,7 +34,6 @@ from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_
 from warploom.ops.flash_attention.hopper.work import UNIT, AlibiStrides, Config, Scales, Schedule, SeqLens, Window
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
-    L2_SHARE,
     LOG2_E,
     Call,
     Costs,
@@ -43,6 +42,7 @@ from warploom.ops.flash_attention.problem import (
     Shape,
     best_splits,
     bounds,
+    heads_of_section,
     in_powers_of_two,
     loop_steps,
     programs_at_once,
@@ -266,8 +266,9 @@ def _schedule(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, split
     head_bytes = length * (shape.head_dim + shape.value_dim) * itemsize
     if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
-    section = max(L2_SHARE // head_bytes, 1) * (1 if owns_keys else shape.group)
-    return Schedule(shape.heads, shape.group, rows, blocks, min(section, rows), splits)
+    together = 1 if owns_keys else shape.group  # heads that share keys
+    section = heads_of_section(rows // together, head_bytes) * together
+    return Schedule(shape.heads, shape.group, rows, blocks, section, splits)
 
 
 def _boxes(

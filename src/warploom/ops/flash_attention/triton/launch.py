@@ -8,7 +8,6 @@ import torch
 
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.problem import (
-    L2_SHARE,
     LOG2_E,
     Call,
     Costs,
@@ -16,6 +15,7 @@ from warploom.ops.flash_attention.problem import (
     Shape,
     best_splits,
     bounds,
+    heads_of_section,
     in_powers_of_two,
     loop_steps,
     programs_at_once,
@@ -170,13 +170,13 @@ def arguments_of(
     """
     shape, mask, tiles = call.shape, call.mask, grid.tiles
     head_bytes = shape.keys * (shape.head_dim + shape.value_dim) * call.dtype.itemsize
-    section = max(L2_SHARE // head_bytes, 1) * heads_per_loop
+    section = heads_of_section(grid.rows // heads_per_loop, head_bytes) * heads_per_loop
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
     scale, cap = in_powers_of_two(call.scale), None
     if call.softcap is not None:
         scale, cap = abs(call.scale) / call.softcap, call.softcap * LOG2_E
     sizes = Sizes(
-        shape.tokens, shape.keys, shape.heads, shape.group, grid.blocks, min(section, grid.rows), grid.splits,
+        shape.tokens, shape.keys, shape.heads, shape.group, grid.blocks, section, grid.splits,
         0 if cu_q is None else cu_q.shape[0] - 1, 0 if cu_q is None else cu_q.stride(0),
         pages if cu_k is None else cu_k.stride(0), *bounds(shape, mask), scale, shape.batch_size,
     )  # fmt: skip
