@@ -104,6 +104,30 @@ def test_long_loops_of_few_heads_are_split(name: str, hopper: None) -> None:
     assert parts(1, 2**20, 1, right=0) == 1, "even without"
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "key_heads", "n", "causal", "section"),
+    [
+        ("forward", 9, 9, 8192, True, 5),  # 8 fit
+        ("backward", 9, 9, 8192, True, 3),  # 4 fit, with sums of gradients
+        ("forward", 40, 40, 2048, True, 20),
+        ("forward", 24, 6, 16384, True, 12),  # 4 key heads fit, of 4 heads each
+        ("forward", 64, 64, 1024, True, 32),  # all fit, but not with the first tiles
+        ("forward", 64, 64, 1024, False, 64),
+        ("forward", 32, 32, 1024, True, 32),
+    ],
+)
+def test_sections_of_heads_are_equally_large(
+    name: str, heads: int, key_heads: int, n: int, causal: bool, section: int
+) -> None:
+    from warploom.ops.flash_attention.hopper import launch as launchers_hopper
+    from warploom.ops.flash_attention.problem import MaskSpec, Shape
+
+    q, k = (torch.empty(1, n, rows, 128, device="meta") for rows in (heads, key_heads))
+    shape, mask = Shape.of(q, k, k), MaskSpec(right=0 if causal else None)
+    tiles = launchers_hopper._tiles(name, shape, mask)
+    assert launchers_hopper._schedule(name, shape, mask, tiles, 1, 2).section == section
+
+
 def test_nothing_suits_another_gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from warploom.ops.flash_attention.hopper import launch as launchers_hopper
 

@@ -195,12 +195,12 @@ def loop_steps(kernel: str, shape: Shape, mask: MaskSpec, block: int, step: int)
     return steps
 
 
-def heads_of_section(heads: int, head_bytes: int) -> int:
-    """Returns how many heads are taken together: as many as share the L2 cache, in sections that are equally large.
+def heads_of_section(heads: int, head_bytes: int, least: int = 1) -> int:
+    """Returns how many heads are taken together: as many as share the L2 cache, in ``least`` sections or more.
 
-    In a last section that is smaller, long loops would begin when few are left beside them.
+    Sections are equally large: in a smaller last one, long loops would begin when few are left beside them.
     """
-    sections = -(-heads // max(L2_SHARE // head_bytes, 1))
+    sections = max(-(-heads // max(L2_SHARE // head_bytes, 1)), least)
     return -(-heads // sections)
 
 

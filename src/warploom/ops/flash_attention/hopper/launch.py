@@ -72,6 +72,9 @@ queries wait for each other, and with fewer tiles long loops begin at the end.""
 _EVEN = 0.45
 """This share of them is enough where all loops are equally long, as in full attention: 1.8 tiles. Where the last of
 more keys than queries are causal, as in a chunk of a longer sequence, it lies between."""
+_HALVED = 3.5
+"""Tiles of a causal forward for each multiprocessor from which on heads come in two sections though the L2 cache has room
+for all: the first tiles would wait for all keys and values to come from memory."""
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
 
@@ -267,7 +270,9 @@ def _schedule(name: str, shape: Shape, mask: MaskSpec, tiles: HopperTiles, split
     if name == "backward":  # and the sums of their gradients
         head_bytes += length * shape.head_dim * 4
     together = 1 if owns_keys else shape.group  # heads that share keys
-    section = heads_of_section(rows // together, head_bytes) * together
+    halved = name == "forward" and mask.right is not None and mask.units_q is None
+    halved = halved and blocks * rows >= _HALVED * HOPPER_MULTIPROCESSORS
+    section = heads_of_section(rows // together, head_bytes, 2 if halved else 1) * together
     return Schedule(shape.heads, shape.group, rows, blocks, section, splits)
 
 
