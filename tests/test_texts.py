@@ -189,6 +189,37 @@ def cells_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
+def test_every_case_of_a_server_s_benches_is_a_row() -> None:
+    """With the words of its batch; peers, and the time of bits that do not depend on chunks, beside ours."""
+    cases = [
+        *((name, "fwd", case) for name in ("attention-serving", "append-kv", "attention-decode")
+        for suite, cases in benches()[name].suites.items() if suite != "quick" for case in cases("cuda")),
+        ("llama", "serve", {"size": "8B", "layers": 4, "batch": 1, "dtype": "bfloat16", "context_length": 4096}),
+    ]  # fmt: skip
+    records = []
+    for name, mode, case in cases:
+        ours = Record(name.replace("-", "_"), "published", dict(case), "warploom", mode, "", "here", "r", ms=2.0)
+        ours = replace(ours, limit_ms=1.0, limit_fraction=0.5, details={"tokens_per_second": 1000.0})
+        records += [ours, replace(ours, provider="limit", ms=1.0), replace(ours, provider="sdpa", ms=3.0)]
+        if name == "attention-serving":
+            records.append(replace(ours, provider="warploom_chunks", ms=5.0))
+    rows = cells_of(texts.serving_table(records, DEVICES))
+    assert len(rows) == len(cases)
+    assert len({(row[0], row[1]) for row in rows}) == len(cases)
+    assert all(row[2:-1] == ["H200", "2.000", "50 %", "sdpa", "1.50"] for row in rows)
+    found = {(row[0], row[1]): row[-1] for row in rows}
+    for batch, ratio in (
+        (("attention of a batch", "64 decoding at 2k, pages of 64, 128:1 heads, latent"), "2.50"),
+        (("attention of a batch", "prompt of 8k, 32:8 heads"), "2.50"),
+        (("a step of decoding", "8 × 8k, pages, 32:8 heads"), ""),
+        (("rotation and appending", "8255 tokens of 64 sequences"), ""),
+        (("requests to a model of transformers", "prompts of up to 4096 tokens, 1000 tokens a second"), ""),
+    ):
+        assert found[batch] == ratio
+    some = texts.serving_table([r for r in records if r.operator != "append_kv"], DEVICES)
+    assert some.endswith("There are no records of the present code yet of rotation and appending (`append-kv`).")
+
+
 def test_calls_over_gpus_are_beside_one_gpu() -> None:
     same = {"out": True, "dq": False, "dk": False}
     records = []
