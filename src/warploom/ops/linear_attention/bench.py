@@ -131,7 +131,7 @@ OPERATOR = Operator(
         "product_kernel": 648,
         "sums_kernel": 16,
         "decay_kernel": 120,
-        "hopper_product_kernel": 8,
+        "hopper_product_kernel": 24,
         "hopper_key_kernel": 80,
         "hopper_cosine_kernel": 144,
         "hopper_parts_kernel": 224,

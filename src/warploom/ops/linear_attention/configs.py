@@ -29,12 +29,16 @@ HOPPER = {
     "token": {"product": Encoder(8, 64, 0), "keys": Encoder(4, 72, 208)},
 }
 """Encoders by decay and kernel. With 8 registers fewer for groups they spill: keys take half as long again."""
-PARTS = Encoder(4, 88, 208)
+CURVED_PRODUCT = Encoder(8, 64, 0)
+"""The encoder of ``product`` with an activation that takes an exponential and a quotient, with any decay."""
+PARTS = Encoder(8, 48, 208)
 """The encoder of the kernel whose states of cosines and sines are transposed, with any decay."""
 
 
-def encoder_of(kernel: str, decay: str) -> Encoder:
+def encoder_of(kernel: str, decay: str, activation: str) -> Encoder:
     """Returns the encoding warps of a kernel: ``product``, ``decoded``, ``keys``, ``sums`` or ``parts``."""
+    if kernel == "product" and activation in ("sigmoid", "silu"):
+        return CURVED_PRODUCT
     return PARTS if kernel == "parts" else HOPPER[decay].get(kernel, _ENCODER)
 
 

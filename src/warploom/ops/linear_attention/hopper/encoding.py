@@ -303,16 +303,19 @@ def encode_tiles(tiles, encoded, count, first, call, form: gl.constexpr, REVERSE
 
 @gluon.jit
 def encode_parts(
-    tiles, sines, angles, first, step: gl.constexpr, AHEAD: gl.constexpr, COUNT: gl.constexpr, form: gl.constexpr
-):
+    tiles, sines, angles, first, step: gl.constexpr, AHEAD: gl.constexpr, COUNT: gl.constexpr, form: gl.constexpr,
+    VEC: gl.constexpr = 8,
+):  # fmt: skip
     """Encodes tiles (BLOCK_T, W) by COUNT warps: by cosines in place, and by sines into other buffers.
+
+    A thread has VEC neighbouring features of a row.
 
     The angles of the first rows that are encoded at a time are exact, those of others are turned on from them by a
     step of `HeadAngles`. AHEAD times as many rows are loaded before the first of them are stored, since between loads and
     stores of a buffer all warps wait for each other.
     """
-    ROWS: gl.constexpr = 4 * COUNT
-    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COUNT, 1], [1, 0])
+    ROWS: gl.constexpr = VEC // 2 * COUNT
+    PIECE: gl.constexpr = gl.BlockedLayout([1, VEC], [VEC // 2, 64 // VEC], [COUNT, 1], [1, 0])
     TILES: gl.constexpr = len(tiles)
     dtype: gl.constexpr = tiles[0].dtype
     for i in gl.static_range(tiles[0].shape[1] // 64):

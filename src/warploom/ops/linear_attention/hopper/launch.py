@@ -121,7 +121,7 @@ def _boxes(x: Tensor) -> TmaTile:
 def _form(call: LinearCall, kernel: str, rotates_back: bool = True) -> Form:
     """Returns what a kernel is compiled for."""
     theta, decay = call.inputs.theta, call.decay
-    encoder = encoder_of(kernel, decay)
+    encoder = encoder_of(kernel, decay, call.options.activation)
     if kernel == "parts" and decay == "head":  # which it treats as decays of tokens
         decay = "token"
     groups = 2 if kernel == "decoded" and rotates_back else 1  # elsewhere features of φ keep their order

@@ -34,6 +34,7 @@ from warploom.ops.linear_attention.triton.tiles import LinearSizes, StateScales
 SINES = gl.constexpr(2)  # tiles whose sines and pairs there is room for
 PIECE = gl.constexpr(32)  # columns of a state that become a factor at a time
 AHEAD = gl.constexpr(2)  # see `encode_parts`
+VEC = gl.constexpr(4)  # neighbouring features that a thread encodes
 
 
 class CosineParts(NamedTuple):
@@ -97,7 +98,7 @@ def encode_both(parts, call, form: gl.constexpr, BY_HEAD: gl.constexpr, REVERSE:
             encoding.store_sums(parts.sums.index(half), call, first, form)
         encoding.encode_parts(
             (matrix(tiles, 3 * slot), matrix(tiles, 3 * slot + 1)), (sines.index(2 * half), sines.index(2 * half + 1)),
-            call.angles, first, 0, AHEAD, form.ENCODERS, form,
+            call.angles, first, 0, AHEAD, form.ENCODERS, form, VEC,
         )  # fmt: skip
         fence_async_shared()
         thread_barrier()
@@ -240,7 +241,7 @@ def hopper_parts_kernel(
     made = barriers(2 * SINES)
     init_each(made)
     tiles = gl.maximum(place.last - place.first + encoding.BLOCK_T - 1, 0) // encoding.BLOCK_T
-    angles = encoding.load_angles(theta, place, sizes, W, (4 * form.ENCODERS,), form)
+    angles = encoding.load_angles(theta, place, sizes, W, (VEC // 2 * form.ENCODERS,), form)
     of_head = 0.0
     if BY_HEAD:
         of_head = clamp_decay(gl.load(decay + place.h * sizes.decay_h).to(gl.float32))
