@@ -10,7 +10,8 @@ from compiling import output_of
 
 from warploom import linear_attention
 from warploom.ops import operators
-from warploom.ops.linear_attention import reference
+from warploom.ops.linear_attention import reference, validation
+from warploom.runtime import dispatch
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.conformance import check_case, compute_gradients
 
@@ -564,6 +565,49 @@ def test_packed_sequences_are_strangers(causal: bool, backend: str, device: torc
         _, states = linear_attention(**given, return_state=True)
         assert states[[0, 2]].isfinite().all()
         assert states[1].isnan().any()
+
+
+def of_definition(call: dict[str, Any]) -> Tensor:
+    """Outputs by PyTorch, without the last state."""
+    out = reference.linear_attention(**call)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "softmax"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_auto_takes_pytorch_for_float32_without_causality(
+    encoding: str, activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows encoded in memory, and gradients, theta's too, as exact as those of the definition."""
+    call = tensors(device, tokens=70, encoding=encoding, decay=None)
+    call |= {"activation": activation, "causal": False, "scale": -0.3}
+    if encoding != "none":
+        call["offset"] = torch.tensor([3, 100_003], device=device)
+    call["q"] = call["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    leaves = [name for name in ("q", "k", "v", "theta") if name in call]
+    call |= {name: call[name].requires_grad_() for name in leaves}
+    exact = call | {name: call[name].detach().double().requires_grad_() for name in leaves}
+    monkeypatch.setattr(validation, "LARGE", 2 * 70 * 2 * 5 * (16 if encoding == "cosine" else 8))
+    asked: list[str] = []
+    monkeypatch.setattr(dispatch, "use_triton", lambda name, *_: asked.append(name))
+    linear_attention(**call)
+    assert "linear_attention" not in asked
+    linear_attention(**{**call, **{name: call[name].bfloat16() for name in "qkv"}})
+    linear_attention(**{**call, "causal": True})
+    linear_attention(**of_tokens(call, 0, 69))
+    assert asked.count("linear_attention") == 3
+    monkeypatch.setattr(dispatch, "use_triton", lambda *_: False)
+    out = linear_attention(**call)
+    assert out.stride() == call["q"].new_empty(2, 2, 70, 5).transpose(1, 2).stride()
+    grad = torch.randn_like(out)
+    results = []
+    for given, one in ((call, out), (call, of_definition(call)), (exact, of_definition(exact))):
+        results.append((one, *torch.autograd.grad(one, [given[name] for name in leaves], grad.to(one.dtype))))
+    for found, defined, truth in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        off, allowed = (found - truth).abs().max(), (defined - truth).abs().max()
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max()
 
 
 @backends

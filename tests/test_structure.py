@@ -28,7 +28,7 @@ BUILT_ON = {
     "tpa": ("flash_attention",),
 }
 """Operators that use parts of others."""
-FACES = {"reference", "validation", "call", "problem", "engine", "fallback", "tangent"}
+FACES = {"api", "reference", "validation", "call", "problem", "engine", "fallback", "tangent"}
 """Parts of an operator that others may use: what is defined, checked and called, and no kernels or launches."""
 # What a part of an operator may import of warploom: parts of its own folder, and what lies outside.
 ALLOWED = {

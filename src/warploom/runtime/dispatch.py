@@ -88,6 +88,8 @@ class ValidatedCall(NamedTuple):
     """The number of the operator's results that the call returns: the first ones."""
     numbers: tuple[int, int] = (0, 0)
     """The least and the greatest number with which this validation holds as well."""
+    prefers_torch: bool = False
+    """True if PyTorch is faster than the kernels: ``auto`` takes it on a GPU too."""
 
     def select(self, results: Tensors) -> Any:
         """Returns what the caller gets of the operator's results: a tensor, or a tuple of several."""
@@ -193,7 +195,8 @@ class Function:
         forward_mode = is_forward_mode()
         if unsupported is None and forward_mode:
             unsupported = self._find_forward_obstacle(tensors, validated)
-        on_kernels = not sharded and use_triton(self.name, backend, given[0], unsupported)
+        in_torch = sharded or (validated.prefers_torch and backend == "auto")
+        on_kernels = not in_torch and use_triton(self.name, backend, given[0], unsupported)
         check_values = self.check_values if self.check_values is not None and reads_values_of(given[0]) else None
         if check_values is not None:
             check_values(tensors)

@@ -11,6 +11,8 @@ from warploom.ops.linear_attention.call import LinearInputs, LinearOptions
 from warploom.ops.linear_attention.operator import OPERATOR
 from warploom.ops.linear_attention.tangent import TANGENT
 from warploom.ops.linear_attention.validation import NAME, Activation, Encoding, check, check_values
+from warploom.ops.lrpe.api import lrpe_cosine, lrpe_rotate
+from warploom.ops.lrpe.reference import activate
 from warploom.runtime.autocast import cast_for_autocast
 from warploom.runtime.backend import Backend
 from warploom.runtime.dispatch import Function, ValidatedCall
@@ -98,7 +100,8 @@ def linear_attention(
         return_state: Also return the state after the last token; it is differentiable.
         cu_seqlens: ``(S + 1,)`` int32 or int64, ``0 = c₀ ≤ … ≤ c_S ≤ N``, with ``B = 1``: packed sequences, each
             starting again at ``offset`` with a state of its own.
-        backend: ``auto`` (Triton where it can run, else PyTorch), ``triton`` or ``torch``.
+        backend: ``auto`` (Triton where it can run, else PyTorch; large calls in float32 without ``causal`` take
+            PyTorch's products), ``triton`` or ``torch``.
 
     Returns:
         ``(B, N, H, E)`` in the dtype and memory order of ``q``; with ``return_state`` also the state,
@@ -139,10 +142,12 @@ def linear_attention(
 
 
 def _run_reference(
-    inputs: LinearInputs, offset: int, call: ValidatedCall, _: str
+    inputs: LinearInputs, offset: int, call: ValidatedCall, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, theta, decay, initial_state, offsets, cu_seqlens = inputs
     options: LinearOptions = call.options
+    if call.prefers_torch and backend == "auto":
+        return reorder_like(q, _multiply_all(inputs, offset, options))
     results = reference.linear_attention(
         q, k, v,
         decay=decay, theta=theta, encoding="rotate" if options.kind == "interleaved" else options.kind,
@@ -154,6 +159,24 @@ def _run_reference(
     if isinstance(results, Tensor):
         return reorder_like(q, results)
     return reorder_like(q, results[0]), make_dense(results[1])
+
+
+def _multiply_all(inputs: LinearInputs, offset: int, options: LinearOptions) -> Tensor:
+    """Returns outputs (B, N, H, E) without causality: rows are encoded in memory, and PyTorch multiplies them."""
+    # Its gradients by queries and by keys grow with positions, and nearly cancel: they are added before rounding.
+    theta = None if inputs.theta is None else inputs.theta.double()
+    offsets = offset if inputs.offsets is None else inputs.offsets
+    same: dict[str, Any] = {"offset": offsets, "activation": options.activation}
+
+    def encode(x: Tensor) -> Tensor:
+        if theta is None:
+            return activate(x, options.activation, None)
+        if options.kind == "cosine":
+            return lrpe_cosine(x, theta, **same)
+        return lrpe_rotate(x, theta, interleaved=options.kind == "interleaved", **same)
+
+    state = torch.einsum("bnhf,bnhe->bhfe", encode(inputs.k), inputs.v)
+    return torch.einsum("bnhf,bhfe->bnhe", encode(inputs.q), state * options.scale)
 
 
 def longest_of(cu_seqlens: Tensor | None) -> int | None:
