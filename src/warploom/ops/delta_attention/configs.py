@@ -31,6 +31,7 @@ class DeltaTile(NamedTuple):
     columns: int  # features of a value, at most
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most: fewer let more programs run beside each other
 
 
 FEATURE_DECAYS = " with decays of features"
@@ -39,7 +40,7 @@ FEATURE_DECAYS = " with decays of features"
 # By kernel, whether numbers have 16 bits, and the most features of a query or key.
 _TILES: dict[tuple[str, bool], list[tuple[int, DeltaTile]]] = {
     ("chunk", True): [(256, DeltaTile(128, 64, 2, 1))],
-    ("chunk" + FEATURE_DECAYS, True): [(256, DeltaTile(64, 64, 2, 1))],
+    ("chunk" + FEATURE_DECAYS, True): [(256, DeltaTile(32, 64, 2, 1, 168))],
     ("matrix", True): [(256, DeltaTile(128, 64, 2, 1))],
     ("chunk", False): [(256, DeltaTile(32, 32, 4, 1))],
     ("scan", True): [(128, DeltaTile(256, 32, 4, 3)), (256, DeltaTile(256, 32, 4, 1))],

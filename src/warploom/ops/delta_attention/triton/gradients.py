@@ -116,7 +116,7 @@ def pair_kernel(
         of_queries = tl.load(tiles.work_rows(scores, slot, h, sizes, t, t, BLOCK_T, BLOCK_T)).to(tl.float32)
         weights = tl.where(earlier, dlower * of_keys + dscores * of_queries, 0.0)
         # Pairs of tokens before t with those from t on: first by columns, then by rows.
-        before = tl.trans(tiles.sum_rows(t[None, :] < t[:, None], tl.trans(weights)))
+        before = tl.trans(tiles.sum_rows(t[None, :] < t[:, None], tl.trans(weights), NARROW))
         dg = tl.sum(tl.where(t[:, None] >= t[None, :], before, 0.0), axis=0)
         tl.store(ddecay + token * config.PARTS, tl.where(mask, dg * sizes.scale, 0.0), mask=owned)
         between = tiles.decays_between(tiles.load_decays(decay, n, t, mask, place, sizes, config), NARROW)
@@ -154,7 +154,7 @@ def add_pairs_of_features(queries, keys, g, dlower, dscores, config: tl.constexp
     dg = zeros
     for level in range(config.LEVELS):
         between = tiles.tokens_to_middle(level, BLOCK_T)
-        decays = exp(tiles.sum_rows(between, g), NARROW)
+        decays = exp(tiles.sum_rows(between, g, NARROW), NARROW)
         decayed = round_to(wide_keys * decays, dtype)
         asking = round_to(wide_queries * decays, dtype)
         across = tiles.across_middle(level, BLOCK_T)
@@ -169,7 +169,7 @@ def add_pairs_of_features(queries, keys, g, dlower, dscores, config: tl.constexp
         dk += ddecayed
         dq += dasking
         of_decays = ddecayed * wide_keys + dasking * wide_queries
-        dg += tiles.sum_rows(tl.trans(between), of_decays)
+        dg += tiles.sum_rows(tl.trans(between), of_decays, NARROW)
     return dq, dk, dg
 
 
@@ -253,8 +253,8 @@ def feature_kernel(
             ptrs = ddecay + token * config.PARTS + (place.column + 1)
             tl.store(ptrs, tl.where(mask, total * sizes.scale, 0.0), mask=owned)
         else:
-            dg += tiles.sum_rows(t[None, :] >= t[:, None], before)
-            dg += tiles.sum_rows(t[None, :] < t[:, None], behind)
+            dg += tiles.sum_rows(t[None, :] >= t[:, None], before, NARROW)
+            dg += tiles.sum_rows(t[None, :] < t[:, None], behind, NARROW)
             dg = tl.where(mask[:, None], (dg + states_only) * sizes.scale, 0.0)
             ptrs = ddecay + token[:, None] * config.D + f[None, :]
             tl.store(ptrs, dg, mask=owned[:, None] & (f < config.D)[None, :])

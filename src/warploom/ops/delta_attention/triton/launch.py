@@ -121,7 +121,8 @@ def arguments_of(
         BLOCK_T=call.chunk, LEVELS=call.chunk.bit_length() - 1, BLOCK_D=tile.features, BLOCK_E=tile.columns,
         WIDE_D=in_power_of_two(call.features), WIDE=wide_values(call), PARTS=parts_of(call),
     )  # fmt: skip
-    return tile, {"sizes": sizes, "config": config, "num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "registers": tile.registers}
+    return tile, {"sizes": sizes, "config": config, **options}
 
 
 _GATES = ("beta", "decay")

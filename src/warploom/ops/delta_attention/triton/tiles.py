@@ -14,7 +14,7 @@ import triton.language as tl
 
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.phase import cos_sin, phase_step
-from warploom.device.product import dot, dot_of_terms, find_scale, product, round_to, terms_of
+from warploom.device.product import dot, dot_of_terms, find_scale, product, round_to
 
 SUBSTITUTED = tl.constexpr(16)
 """Rows of the blocks that are inverted by substitution."""
@@ -192,13 +192,13 @@ def multiply(a, b, acc, dtype: tl.constexpr):
 
 
 @triton.jit
-def exact_terms(x):
-    """Returns a float32 tile as a sum of three bfloat16 terms, the largest first, that hold all of its bits.
+def exact_terms(x, COUNT: tl.constexpr = 3):
+    """Returns a float32 tile as a sum of bfloat16 terms, the largest first: three hold all of its bits, two 16 of them.
 
     Each is cut off, not rounded: this takes the whole numbers' units, of which there are more than of converting ones.
     """
     terms = ()
-    for _ in tl.static_range(3):
+    for _ in tl.static_range(COUNT):
         bits = x.to(tl.int32, bitcast=True)
         terms += ((bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
         x -= (bits & -65536).to(tl.float32, bitcast=True)
@@ -206,13 +206,17 @@ def exact_terms(x):
 
 
 @triton.jit
-def sum_rows(chosen, x):
-    """Returns the sums (T, F) of the rows of ``x`` that are ``chosen`` (T, T), to float32's accuracy."""
+def sum_rows(chosen, x, NARROW: tl.constexpr):
+    """Returns the sums (T, F) of the rows of ``x`` that are ``chosen`` (T, T), to float32's accuracy.
+
+    ``NARROW``: of numbers with 16 bits, for results that are rounded to as many or fewer.
+    """
+    COUNT: tl.constexpr = 2 if NARROW else 3
     ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
-    terms = terms_of(x, 3)
+    terms = exact_terms(x, COUNT)
     total = tl.zeros(x.shape, tl.float32)
-    for i in tl.static_range(3):  # the smallest first
-        total = dot_of_terms((ones,), (terms[2 - i],), 0, 0, total)
+    for i in tl.static_range(COUNT):  # the smallest first
+        total = dot_of_terms((ones,), (terms[COUNT - 1 - i],), 0, 0, total)
     return total
 
 
@@ -248,8 +252,8 @@ def decays_of_chunk(g, config: tl.constexpr, NARROW: tl.constexpr):
     t = tl.arange(0, config.BLOCK_T)
     behind = t[None, :] > t[:, None]
     if config.DECAY == "feature":
-        since = sum_rows(t[None, :] <= t[:, None], g)
-        until = sum_rows(behind, g)
+        since = sum_rows(t[None, :] <= t[:, None], g, NARROW)
+        until = sum_rows(behind, g, NARROW)
         whole = tl.sum(g, axis=0)[None, :]
     else:
         since = tl.cumsum(g, axis=0)[:, None]
@@ -311,7 +315,7 @@ def add_pairs(of_keys, of_queries, queries, keys, g, config: tl.constexpr, NARRO
         own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)
         of_queries += tl.where(t[:, None] == t[None, :], own[:, None], 0.0)
         for level in range(config.LEVELS):
-            decays = exp(sum_rows(tokens_to_middle(level, config.BLOCK_T), g), NARROW)
+            decays = exp(sum_rows(tokens_to_middle(level, config.BLOCK_T), g, NARROW), NARROW)
             decayed = round_to(keys.to(tl.float32) * decays, dtype)
             asking = round_to(queries.to(tl.float32) * decays, dtype)
             pairs = across_middle(level, config.BLOCK_T)
