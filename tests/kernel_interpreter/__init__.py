@@ -47,6 +47,7 @@ _HOPPERS = (
     "flash_attention.hopper.launch",
     "delta_attention.hopper.launch",
     "linear_attention.hopper.launch",
+    "lrpe.softmax_sequence.hopper.launch",
     "tpa.decode.hopper.launch",
 )
 

@@ -64,7 +64,9 @@ class Pointer:
         return offset + first if first else offset
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False, **_: Any) -> Tensor:
+    if volatile:  # a program that waits for others
+        current().wait_for(lambda: True, "a word")
     memory, offset = pointer.memory(), pointer.places()
     if mask is None:
         return Tensor(_taken(memory, offset))
@@ -108,6 +110,12 @@ def atomic_add(pointer: Pointer, value: Any, **_: Any) -> Tensor:
     return before
 
 
+def atomic_xchg(pointer: Pointer, value: Any, **_: Any) -> Tensor:
+    before = load(pointer)
+    store(pointer, value)
+    return before
+
+
 class Memory:
     """Shared memory, or a look at some of it."""
 
@@ -143,6 +151,10 @@ class Memory:
         if value.shape != self.shape:
             raise KernelError(f"{value.shape} into a buffer {self.shape}")
         self.tensor.copy_(value.value)
+
+
+def matrix_in(tile: Memory, layout: Any) -> Memory:
+    return Placed(tile, layout) if hasattr(layout, "offset_bases") else Memory(tile.tensor[0, 0])
 
 
 class Placed(Memory):
@@ -216,6 +228,12 @@ def allocate(dtype: Any, shape: Any, layout: Any = None, value: Tensor | None = 
 def tiles_in(tiles: Memory, width: int, layout: Any) -> Memory:
     rows, columns = tiles.shape[3:]
     return Memory(tiles.tensor.view(tiles.shape[0] * columns // width, 1, 1, rows, width))
+
+
+def boxes_in(tiles: Memory, desc: Described) -> Any:
+    """Buffers as the boxes of a descriptor; those as wide as the buffers may hold several of them."""
+    shape = desc.block_type.shape
+    return Memory(tiles.tensor.view(-1, *shape)) if tiles.shape[4] == shape[3] else Boxes(tiles, desc)
 
 
 class Boxes:

@@ -117,8 +117,8 @@ OTHER_SPILLS = {  # with a mask, a bias and slopes at once, most of them on sm_8
 
 
 def record_others(arch: int) -> list[launch.Build]:
-    """Record the kernels that no case launches: of rotary attention, masks, forward mode, and sums over ranks."""
-    from warploom import flash_attention
+    """Record kernels that no case launches: of rotary attention, masks, forward mode, slabs, sums over ranks."""
+    from warploom import flash_attention, lrpe_cosine, lrpe_rotate
     from warploom.distributed.kernels import sum_rows, sum_rows_kernel
     from warploom.ops.rotary_attention.api import rotary_attention
     from warploom.ops.rotary_attention.triton import rotate_kernel
@@ -136,9 +136,16 @@ def record_others(arch: int) -> list[launch.Build]:
             torch.func.jvp(attend, primals, primals)
         rows, numbers = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
         sum_rows(rows, numbers, numbers, torch.zeros(3, 64, dtype=torch.bfloat16))
+    with launch.record_builds(arch, 132) as waiting:  # on few multiprocessors others take these calls
+        for function, width in ((lrpe_rotate, 128), (lrpe_cosine, 64)):
+            x = torch.zeros(1, 600, 2, width, dtype=torch.bfloat16, requires_grad=True)
+            out = function(x, torch.zeros(64), activation="softmax_sequence", backend="triton")
+            torch.autograd.grad(out, x, torch.zeros_like(out))
     others = (rotate_kernel, sum_rows_kernel)
     return [
-        b for b in builds.values() if b.function in others or b.function.__module__.endswith((".masked", ".jvp"))
+        b
+        for b in (*builds.values(), *waiting.values())
+        if b.function in others or b.function.__module__.endswith((".masked", ".jvp", ".slabs"))
     ]
 
 

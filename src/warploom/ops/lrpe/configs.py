@@ -125,3 +125,29 @@ MOST_PARTS = 32
 
 MOST_STEPS = 128
 """Blocks of a part whose angles are turned on from block to block, at most: errors grow with their number."""
+
+
+class SlabShape(NamedTuple):
+    """Tiles of softmax over the sequence for Hopper."""
+
+    width: int  # angles
+    tokens: int
+    programs: int  # of a multiprocessor, at once
+
+
+_SLAB_SHAPES = (
+    # kind, backward, tokens up to 512, up to 1024
+    (("cosine", True, None, None), SlabShape(32, 256, 4)),
+    (("rotate", True, None, None), SlabShape(32, 256, 3)),
+    (("cosine", False, True, None), SlabShape(32, 512, 6)),
+    (("rotate", False, True, None), SlabShape(16, 512, 6)),
+    (("cosine", False, None, True), SlabShape(64, 256, 5)),
+    (("rotate", False, None, True), SlabShape(32, 256, 5)),
+    (("cosine", False, None, None), SlabShape(64, 256, 6)),
+    (("rotate", False, None, None), SlabShape(32, 512, 3)),
+)
+
+
+def slab_shape(kind: str, backward: bool, tokens: int) -> SlabShape:
+    """Returns the tiles of a call on Hopper's kernels."""
+    return _first(_SLAB_SHAPES, kind, backward, tokens <= 512, tokens <= 1024)

@@ -10,9 +10,10 @@ import triton
 from warploom.ops.lrpe.call import LrpeCall, LrpeInputs, LrpeOptions
 from warploom.ops.lrpe.configs import MOST_PARTS, MOST_STEPS, SHORT_TOKENS, LrpeTile, sequence_tile
 from warploom.ops.lrpe.engine import Geometry, ThetaSums, inverse_of, row_arguments
+from warploom.ops.lrpe.softmax_sequence.hopper.launch import plan_slabs, takes_call
 from warploom.ops.lrpe.softmax_sequence.triton.rounds import sequence_backward_kernel, sequence_forward_kernel
 from warploom.ops.lrpe.softmax_sequence.triton.tiles import SequenceConfig, SequenceSizes
-from warploom.runtime.launch import INTERPRETED, Buffer, Launch, multiprocessors
+from warploom.runtime.launch import INTERPRETED, Buffer, Launch, are_aligned, multiprocessors
 from warploom.runtime.memory_order import empty_in_order_of, layout_of
 from warploom.runtime.plans import Plans
 
@@ -28,14 +29,15 @@ class SequencePlan(NamedTuple):
     statistics: Buffer
     launch: Launch
     partial: Buffer | None  # partial sums that programs publish, unless a part has all tokens
-    slabs: int  # of all heads
-    theta_sums: ThetaSums | None  # where theta's gradient is asked for
+    arrived: Buffer | None  # zeros: counts of a slab's parts, or on Hopper what programs publish
+    theta_sums: ThetaSums | None = None  # where theta's gradient is asked for
 
     def allocate_shared(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns memory for what programs publish: partial sums, and a count of parts for each slab."""
-        if self.partial is None:
-            return None, None
-        return self.partial.empty(x), torch.zeros(self.slabs, dtype=torch.int32, device=x.device)
+        """Returns memory for what programs publish: partial sums, and what is zero before."""
+        partial = None if self.partial is None else self.partial.empty(x)
+        if self.arrived is None:
+            return partial, None
+        return partial, torch.zeros(self.arrived.shape, dtype=self.arrived.dtype, device=x.device)
 
 
 def forward(inputs: LrpeInputs, offset: int, options: LrpeOptions, plans: Plans) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,7 @@ def forward(inputs: LrpeInputs, offset: int, options: LrpeOptions, plans: Plans)
     if x.numel() == 0:
         out = empty_in_order_of(x, (2 if options.kind == "cosine" else 1) * x.shape[-1])
         return out, x.new_zeros(LrpeCall(inputs, options).statistics_shape, dtype=torch.float32)
-    plan = plans.get(("forward", options.theta_gradient), plan_sequence, None, inputs, options)
+    plan = plans.get(("forward", options.theta_gradient, are_aligned(x)), plan_sequence, None, inputs, options)
     out, statistics = plan.result.empty(x), plan.statistics.empty(x)
     if inputs.cu_seqlens is not None:
         statistics.zero_()  # some sequences may be empty, and no program writes theirs
@@ -65,7 +67,7 @@ def backward(
         dx = empty_in_order_of(x, x.shape[-1])
         return dx, torch.zeros_like(theta) if theta_gradient else None
     # Strides: see `lrpe.engine.backward`.
-    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient)
+    key = (grad.dtype, grad.stride(), x.stride(), theta.stride(), theta_gradient, are_aligned(x, grad))
     plan = plans.get(key, plan_sequence, grad, inputs, options._replace(theta_gradient=theta_gradient))
     dx = plan.result.empty(x)
     sums = plan.theta_sums
@@ -83,6 +85,10 @@ def plan_sequence(grad: Tensor | None, inputs: LrpeInputs, options: LrpeOptions)
     result = layout_of(x, 2 * call.angles if kind == "cosine" and not backward else x.shape[-1])
     tensors = {"x": x, "out": result} if grad is None else {"x": x, "dx": result, "grad": grad}
     spec, arguments = row_arguments(call, geometry, **tensors)
+    result_buffer, statistics = Buffer.like(result), Buffer.rows(call.statistics_shape, torch.float32)
+    slabs_plan = plan_slabs(call, grad, spec, arguments, inverse_of) if takes_call(call, grad) else None
+    if slabs_plan is not None:
+        return SequencePlan(result_buffer, statistics, slabs_plan[0], None, slabs_plan[1])
     exact = x.dtype == torch.float32
     packed = inputs.cu_seqlens is not None
     short = tokens <= SHORT_TOKENS
@@ -102,8 +108,7 @@ def plan_sequence(grad: Tensor | None, inputs: LrpeInputs, options: LrpeOptions)
     # Rows of a block are a constant angle from those of the one before.
     stepped = not exact and call.axes == 1 and inputs.position_ids is None and not options.prefix
     stepped = stepped and part_tokens <= MOST_STEPS * rows
-    statistics = call.statistics_shape
-    slots = parts + (statistics[0] if packed else 0)
+    slots = parts + (call.statistics_shape[0] if packed else 0)
     takes = ("grad", "dx", "statistics", "partial", "arrived", "dtheta", "offset")
     launch = Launch(
         sequence_backward_kernel if backward else sequence_forward_kernel,
@@ -127,6 +132,7 @@ def plan_sequence(grad: Tensor | None, inputs: LrpeInputs, options: LrpeOptions)
         sums = ThetaSums.of(batch * parts * heads // max(call.theta_rows, 1), inputs.theta, call.angles, call.axes)
     partial = (batch * heads * slabs * slots * (1 if backward else 2) * call.members * width,)
     return SequencePlan(
-        Buffer.like(result), Buffer.rows(statistics, torch.float32), launch,
-        None if parts == 1 else Buffer.rows(partial, torch.float32), batch * heads * slabs, sums,
+        result_buffer, statistics, launch,
+        None if parts == 1 else Buffer.rows(partial, torch.float32),
+        None if parts == 1 else Buffer.rows((batch * heads * slabs,), torch.int32), sums,
     )  # fmt: skip

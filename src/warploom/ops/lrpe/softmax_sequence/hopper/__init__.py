@@ -1,0 +1,1 @@
+"""Kernels of softmax over the sequence for Hopper, in Gluon."""
