@@ -25,7 +25,7 @@ class Machine:
         self.threads: list[Thread] = []
         self.copies: list[Callable[[], None]] = []
         self.error: BaseException | None = None
-        self.ended = threading.Semaphore(0)
+        self.ended = _taken_lock()
 
     def run(self, body: Callable[[], None]) -> None:
         """Run ``body`` as every program, and what these start, to the end."""
@@ -86,7 +86,7 @@ class Thread:
 
     def __init__(self, machine: Machine, body: Callable[[], None], program: int) -> None:
         self.machine, self.body, self.program = machine, body, program
-        self.may_run = threading.Semaphore(0)
+        self.may_run = _taken_lock()
         self.condition: Callable[[], bool] | None = None
         self.reason = ""
         self.products: list[Any] = []  # issued and not waited for, in order
@@ -112,6 +112,13 @@ class Thread:
         self.condition, self.reason = condition, reason
         self.machine.go_on(self)
         self.condition = None
+
+
+def _taken_lock() -> threading.Lock:
+    """What one thread waits for and another one releases, faster than a semaphore."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 _local = threading.local()
