@@ -41,8 +41,15 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
     if device == "cuda":
-        # First, when no other worker has begun a long test that they would have to wait for.
-        items.sort(key=lambda item: not needs_the_gpu_alone(item))
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """What needs memory is first, while others hold none; what measures time is last, with its kernels compiled.
+
+    All other workers wait meanwhile: there, none of them has begun a long test, or has another one to run.
+    """
+    return 2 if item.get_closest_marker("alone") else 0 if needs_the_gpu_alone(item) else 1
 
 
 def needs_the_gpu_alone(item: pytest.Item) -> bool:

@@ -172,11 +172,17 @@ def source_of(function: Any) -> str:
     return _digest(*(_normalise(each, reached) for each in reached))
 
 
+@functools.cache
+def _text_of(function: Any) -> str:
+    """Returns source, which it takes long to find in a file."""
+    return textwrap.dedent(inspect.getsource(function))
+
+
 def _normalise(function: Any, reached: list[Any]) -> str:
     """Returns source without comments, docstrings and functions' names; adds what it refers to to ``reached``."""
     plain = getattr(function, "fn", function)
     known = sys.modules[plain.__module__].__dict__
-    tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+    tree = ast.parse(_text_of(plain))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             node.name = "_"
