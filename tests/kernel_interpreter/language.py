@@ -19,7 +19,7 @@ from kernel_interpreter import memory
 from kernel_interpreter.machine import KernelError, current
 from kernel_interpreter.memory import BARRIERS, Memory
 from kernel_interpreter.products import in_float32
-from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, number, raw, together
+from kernel_interpreter.values import DTYPES, LAYOUT, Tensor, as_tensor, number, raw, together
 from warploom.device.hopper import tma
 from warploom.ops.flash_attention.hopper import softcap
 from warploom.ops.flash_attention.hopper.backward_fused import wait_until_added
@@ -103,7 +103,7 @@ def numbers(*bounds: Any, **_: Any) -> Iterator[Tensor]:
 
 
 def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
-    return lambda *given, **_: Tensor(function(*(torch.as_tensor(raw(x)) for x in given)))
+    return lambda *given, **_: Tensor(function(*(as_tensor(x) for x in given)))
 
 
 def rounded_once(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -128,7 +128,7 @@ def _most(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Tensor:
-    return Tensor(torch.where(torch.as_tensor(raw(condition)), *together(x, y)))
+    return Tensor(torch.where(as_tensor(condition), *together(x, y)))
 
 
 def _extreme(function: Callable[..., torch.Tensor], nothing: float) -> Callable[..., Tensor]:
@@ -150,7 +150,7 @@ def _interleave(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _cast(x: Any, dtype: Any, bitcast: bool = False) -> Tensor:
-    return Tensor(torch.as_tensor(raw(x))).to(dtype, bitcast)
+    return Tensor(as_tensor(x)).to(dtype, bitcast)
 
 
 def _cumsum(x: Tensor, axis: int, reverse: bool = False) -> Tensor:
@@ -160,7 +160,7 @@ def _cumsum(x: Tensor, axis: int, reverse: bool = False) -> Tensor:
 
 
 def _fma(x: Any, y: Any, z: Any) -> Tensor:
-    x, y, z = (torch.as_tensor(raw(each)).double() for each in (x, y, z))  # which hold the product exactly
+    x, y, z = (as_tensor(each).double() for each in (x, y, z))  # which hold the product exactly
     return Tensor((x * y + z).float())
 
 
@@ -192,7 +192,7 @@ def _assembly(
     if text in _ROUNDED:
         low, high = (each.value.to(_ROUNDED[text]).view(torch.int16).int() for each in given)
         return Tensor(low & 0xFFFF | high << 16)
-    numbers = [torch.as_tensor(raw(each)) for each in given]
+    numbers = [as_tensor(each) for each in given]
     if text in _CAPPED:
         x, _, _, _, scale, cap, base = numbers
         capped = cap * rounded_once(torch.tanh)(x * scale) - base
@@ -248,7 +248,7 @@ LANGUAGE: dict[str, Any] = {
     "cast": _cast,
     "full_like": lambda x, value: Tensor(torch.full_like(x.value, value)),
     "zeros_like": lambda x: Tensor(torch.zeros_like(x.value)),
-    "broadcast_to": lambda x, *shape: Tensor(torch.as_tensor(raw(x)).broadcast_to(*shape)),
+    "broadcast_to": lambda x, *shape: Tensor(as_tensor(x).broadcast_to(*shape)),
     "expand_dims": lambda x, axis: Tensor(x.value.unsqueeze(axis)),
     "permute": Tensor.permute,
     "reshape": Tensor.reshape,

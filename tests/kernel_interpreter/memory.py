@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernel_interpreter.machine import KernelError, current
-from kernel_interpreter.values import DTYPES, KINDS, LAYOUT, Layout, Tensor, raw
+from kernel_interpreter.values import DTYPES, KINDS, LAYOUT, Layout, Tensor, as_tensor, raw
 
 BARRIERS = Layout()
 """The layout of barriers."""
@@ -59,7 +59,7 @@ class Pointer:
 
     def places(self) -> torch.Tensor:
         """Where in `memory`."""
-        offset = torch.as_tensor(raw(self.offset)).long()
+        offset = as_tensor(self.offset).long()
         first = self.tensor.storage_offset()
         return offset + first if first else offset
 
@@ -70,7 +70,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool =
     memory, offset = pointer.memory(), pointer.places()
     if mask is None:
         return Tensor(_taken(memory, offset))
-    offset, chosen = torch.broadcast_tensors(offset, torch.as_tensor(raw(mask)))
+    offset, chosen = torch.broadcast_tensors(offset, as_tensor(mask))
     if bool(chosen.all()):
         return Tensor(_taken(memory, offset))
     nothing = (math.nan if memory.is_floating_point() else JUNK) if other is None else raw(other)
@@ -82,11 +82,11 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool =
 
 def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
     memory, offset = pointer.memory(), pointer.places()
-    given = torch.as_tensor(raw(value)).to(memory.dtype)
+    given = as_tensor(value).to(memory.dtype)
     if mask is None:
         offset, given = torch.broadcast_tensors(offset, given)
     else:
-        offset, given, chosen = torch.broadcast_tensors(offset, given, torch.as_tensor(raw(mask)))
+        offset, given, chosen = torch.broadcast_tensors(offset, given, as_tensor(mask))
         if not bool(chosen.all()):
             (places,) = chosen.reshape(-1).nonzero(as_tuple=True)
             offset, given = (x.reshape(-1).index_select(0, places) for x in (offset, given))

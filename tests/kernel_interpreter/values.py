@@ -116,6 +116,12 @@ def raw(x: Any) -> Any:
     return x.value if isinstance(x, Tensor) else x
 
 
+def as_tensor(x: Any) -> torch.Tensor:
+    """A PyTorch tensor, also of a number that is known when a kernel is compiled."""
+    x = raw(x)
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+
+
 def together(x: Any, y: Any) -> tuple[Any, Any]:
     """Two operands as PyTorch takes them: a tensor without axes counts for its dtype, unlike in PyTorch."""
     x, y = raw(x), raw(y)
