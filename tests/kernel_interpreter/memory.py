@@ -91,8 +91,8 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> None:
             (places,) = chosen.reshape(-1).nonzero(as_tuple=True)
             offset, given = (x.reshape(-1).index_select(0, places) for x in (offset, given))
     try:
-        memory.scatter_(0, offset.reshape(-1), given.reshape(-1))
-    except RuntimeError as error:
+        memory.index_copy_(0, offset.reshape(-1), given.reshape(-1))
+    except IndexError as error:
         raise KernelError(BEYOND) from error
 
 
