@@ -1,6 +1,7 @@
 """Rules that a reader relies on: which file knows which, what an import costs, what is documented."""
 
 import ast
+import functools
 import inspect
 import json
 import subprocess
@@ -73,7 +74,8 @@ ALLOWED = {
 }
 
 
-def imported_modules(path: Path) -> set[str]:
+@functools.cache
+def imported_modules(path: Path) -> frozenset[str]:
     """Absolute names of all modules that a file imports, inside functions too."""
     names = set()
     package = ".".join(("warploom", *path.relative_to(PACKAGE).parent.parts))
@@ -91,7 +93,7 @@ def imported_modules(path: Path) -> set[str]:
                     submodule.is_dir() or submodule.with_suffix(".py").is_file()
                 )
                 names.add(f"{base}.{alias.name}" if is_module else base)
-    return names
+    return frozenset(names)
 
 
 def operator_modules() -> list[Path]:
@@ -338,8 +340,10 @@ def test_importing_starts_nothing_and_is_quick() -> None:
     probe = import_probe()
     assert probe["triton"] == []
     assert probe["cuda"] is False
-    seconds = [probe["seconds"], *(import_probe()["seconds"] for _ in range(2))]
-    assert min(seconds) < 0.15, seconds
+    seconds = [probe["seconds"]]
+    while seconds[-1] >= 0.15:  # a busy machine is given two more tries
+        assert len(seconds) < 3, seconds
+        seconds.append(import_probe()["seconds"])
 
 
 @pytest.mark.parametrize(
