@@ -12,6 +12,7 @@ import sys
 import textwrap
 import unittest
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -58,14 +59,16 @@ SYBIL = Sybil([SkipParser(), PythonCodeBlockParser(), CodeBlockParser("console",
 @pytest.fixture
 def _checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_measurements: None, own_registry: None
-) -> None:
+) -> Iterator[None]:
     """A folder to run in that looks like a checkout; measuring is short, checking too (elsewhere every case is
-    checked); nothing stays registered."""
+    checked); nothing stays registered, and PyTorch's attention is its own again."""
     results = check._results
     monkeypatch.setattr(check, "_results", lambda places, *others: results(places[:2], *others))
     monkeypatch.chdir(tmp_path)
     for name in ("examples", "results", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
+    yield
+    assert "aten/scaled_dot_product_attention/CUDA" not in torch.library._impls, "an example leaves it ours"
 
 
 MEASURING = ("measuring.md", "writing-an-operator.md")

@@ -60,6 +60,7 @@ def register(name: str = "warploom") -> None:
         sdpa.register()
         if torch.cuda.is_available():
             torch.nn.attention.activate_flash_attention_impl("warploom")
+            torch.nn.attention.restore_flash_attention_impl()  # and back
         ```
     """
     if not isinstance(name, str) or name in ("FA2", "FA3", "FA4"):

@@ -178,7 +178,7 @@ def _case(batch: int, n: int, key_heads: int, heads: int, decay: str | None, hea
 def _quick(device: str) -> list[Case]:
     if device != "cuda":
         return [_ON_CPU | {"n": 256}]
-    return [_case(1, 2048, 16, 32, "head")]
+    return [_case(1, 1024, 16, 32, "head")]
 
 
 GATED_HEADS = ((16, 64), (16, 48), (16, 32), (16, 16), (8, 32), (8, 24), (4, 16), (2, 8))

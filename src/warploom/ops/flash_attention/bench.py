@@ -491,19 +491,19 @@ def _make_tangents(case: Case, device: torch.device, generator: torch.Generator)
     return inputs | factors | drawn
 
 
-def _jvp_with_lse(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
-    attend = functools.partial(flash_attention, return_lse=True, **options)
+def _attend_forward(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
+    attend = functools.partial(flash_attention, **options)
     return peers.differentiate_forward(attend)(q, k, v, dq, dk, dv)
 
 
-def _define_jvp(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
-    attend = functools.partial(reference.flash_attention, return_lse=True, **options)
+def _define_forward(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> Any:
+    attend = functools.partial(reference.flash_attention, **options)
     return peers.differentiate_forward(attend)(q, k, v, dq, dk, dv)
 
 
 def _jvp_warploom(case: Case) -> Provider:
     need_cuda("the Triton kernels")
-    return functools.partial(_jvp_with_lse, backend="triton")
+    return functools.partial(_attend_forward, backend="triton")
 
 
 def _jvp(device: str) -> list[Case]:
@@ -708,13 +708,13 @@ BENCHES = (
     Bench(
         name="attention-jvp",
         operator=dataclasses.replace(
-            OPERATOR, function=_jvp_with_lse, reference=_define_jvp, make_inputs=_make_tangents
+            OPERATOR, function=_attend_forward, reference=_define_forward, make_inputs=_make_tangents
         ),
         suites={"published": _jvp},
         providers={"warploom": _jvp_warploom, **peers.FORWARD_MODE},
         precompiled=("torch",),
         traffic=_jvp_traffic,
-        title="Attention and lse in forward mode",
+        title="Attention in forward mode",
         modes=("fwd",),
     ),
 )

@@ -187,29 +187,29 @@ def _need_no_options(case: Case, but: Sequence[str] = ()) -> None:
 
 
 def differentiate_forward(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of q, k, v and their tangents: attention, lse, and their tangents."""
+    """Returns a function of q, k, v and their tangents: attention, and its tangent."""
 
     def differentiated(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
-        primals, tangents, *_ = torch.func.jvp(attend, (q, k, v), (dq, dk, dv))
-        return *primals, *tangents
+        out, tangent, *_ = torch.func.jvp(attend, (q, k, v), (dq, dk, dv))
+        return out, tangent
 
     return differentiated
 
 
 def _math_in_forward_mode(compiled: bool, case: Case) -> Provider:
-    """Returns attention as PyTorch computes it in forward mode, by products and softmax, with lse."""
+    """Returns attention as PyTorch computes it in forward mode, by products and softmax."""
     _need_no_options(case)
     group = case["heads"] // case.get("key_heads", case["heads"])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
         logits = (q @ k.transpose(2, 3)).float() * q.shape[3] ** -0.5
         if causal:
             hidden = torch.ones(logits.shape[2:], dtype=torch.bool, device=q.device).triu(1)
             logits = logits.masked_fill(hidden, -torch.inf)
-        lse = logits.logsumexp(-1)
-        return ((logits - lse[..., None]).exp().to(v.dtype) @ v).transpose(1, 2), lse
+        out: Tensor = logits.softmax(-1).to(v.dtype) @ v
+        return out.transpose(1, 2)
 
     def run(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, causal: bool = False) -> Any:
         return differentiate_forward(functools.partial(attend, causal=causal))(q, k, v, dq, dk, dv)

@@ -236,13 +236,13 @@ def _grids(device: str, dims: Sequence[int], activations: Sequence[str], prefixe
     ]
 
 
+def _quick_grids(device: str) -> list[Case]:
+    size = 64 if device == "cuda" else 16
+    return [case for case in _grids(device, (2,), ("none",), (10,)) if case["grid"] == [size, size]]
+
+
 _GRIDS: dict[str, Callable[[str], Sequence[Case]]] = {
-    "quick": lambda device: [
-        case
-        for case in _grids(device, (2,), ("none",), (10,))
-        if case["grid"] == [64 if device == "cuda" else 16] * 2
-    ],
-    "published": lambda device: _grids(device, (1, 2, 3), ACTIVATIONS, (0, 10)),
+    "published": lambda device: _grids(device, (1, 2, 3), ACTIVATIONS, (0, 10))
 }
 _GRID_SEEDS = {SEEDS: on_gpus(lambda device: _grids(device, (1, 2, 3), ("none",), (0, 10)))}
 
@@ -284,6 +284,11 @@ BENCHES = (
         _providers(ROTATE) | peers.ROPE,
     ),
     _bench(COSINE, "lrpe-cosine", _LENGTHS, "LRPE cosine with the activation fused in"),
-    _bench(ROTATE, "lrpe-rotate-md", _GRIDS, "LRPE rotate on grids of one, two and three dimensions"),
+    _bench(
+        ROTATE,
+        "lrpe-rotate-md",
+        {"quick": _quick_grids} | _GRIDS,
+        "LRPE rotate on grids of one, two and three dimensions",
+    ),
     _bench(COSINE, "lrpe-cosine-md", _GRIDS | _GRID_SEEDS, "LRPE cosine on grids of one, two and three dimensions"),
 )
