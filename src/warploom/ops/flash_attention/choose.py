@@ -292,7 +292,11 @@ def _hopper_masked_forward(
     if obstacle := hopper.mask_obstacle("forward", call, masking, *tensors):
         return f"HopperMaskedForward: {obstacle}"
     plan = hopper.plan_masked_forward(call, masking, tensors)
-    return variants.HopperMaskedForward(plan.launch, plan.counted)
+    return variants.HopperMaskedForward(plan.launch, plan.counted, _plan_seen(call, masking, tensors.k, tensors.v))
+
+
+def _plan_seen(call: Call, masking: Masking, k: Tensor, v: Tensor) -> variants.SeenKeys | None:
+    return None if masking.bias is None else variants.SeenKeys(*hopper.plan_seen_keys(call, masking.bias, k, v))
 
 
 def _masked_forward(call: Call, masking: Masking, tensors: ForwardTensors) -> variants.MaskedForward:

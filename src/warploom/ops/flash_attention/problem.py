@@ -76,8 +76,8 @@ class Masking(NamedTuple):
 
     @property
     def of_rows_alone(self) -> tuple[Tensor | None, ...]:
-        """Arguments of a kernel for Hopper that owns queries: slopes, or a mask's."""
-        return self.rows[:4] if self.tiles is not None else (self.alibi,)
+        """Arguments of a kernel for Hopper that owns queries: slopes, a bias, or a mask's."""
+        return self.rows[:4] if self.tiles is not None else (self.bias if self.alibi is None else self.alibi,)
 
     @property
     def of_columns_alone(self) -> tuple[Tensor | None, ...]:

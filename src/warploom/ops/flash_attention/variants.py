@@ -173,11 +173,24 @@ class NothingJvp(NamedTuple):
             dlse.copy_(tangents[3][:, None]).masked_fill_(lse == -torch.inf, 0.0)
 
 
+class SeenKeys(NamedTuple):
+    """The launch that finds keys which a bias hides from all queries, of those that are not finite."""
+
+    launch: Launch
+    words: Buffer
+
+    def __call__(self, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        words = self.words.empty(k)
+        self.launch(k, v, bias, words)
+        return words
+
+
 class HopperMaskedForward(NamedTuple):
-    """The kernel for Hopper on masks by tiles, or with slopes."""
+    """The kernel for Hopper on masks by tiles, with slopes, or with a bias."""
 
     launch: Launch
     counted: bool  # whether programs take tiles from a counter, which must be zero
+    seen: SeenKeys | None  # with a bias
 
     def __call__(
         self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, masking: Masking
@@ -186,7 +199,8 @@ class HopperMaskedForward(NamedTuple):
         counters = COUNTERS.empty(q)
         if self.counted:
             counters.zero_()
-        self.launch(q, k, v, out, lse, statistics, counters, sink, *masking.of_rows_alone)
+        seen = () if self.seen is None else (self.seen(k, v, masking.bias),)
+        self.launch(q, k, v, out, lse, statistics, counters, sink, *masking.of_rows_alone, *seen)
 
 
 class DecodeForward(NamedTuple):

@@ -31,11 +31,19 @@ from warploom.device.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
+from warploom.ops.flash_attention.hopper.bias import (
+    Bias,
+    BiasSteps,
+    clear_hidden_values,
+    load_bias,
+    prefetch_bias,
+)
 from warploom.ops.flash_attention.hopper.masks import first_key, own_queries, tile_of_step, without_first_step
 from warploom.ops.flash_attention.hopper.softmax import (
     LN_2,
     add_row_slopes,
     exponent_base,
+    in_powers,
     softmax_step,
     with_sink,
 )
@@ -163,12 +171,16 @@ def attend(
         if tiles is not None:  # while products run
             n = tile_at(tiles, end - 1 - i, BLOCK_N)
             entry = entry_at(tiles, n)
+        added = None
+        if call.bias is not None:
+            n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
+            added = load_bias(n, queries, BLOCK_N, LAYOUT)
         logits = warpgroup_mma_wait(1, deps=[logits])
         mbarrier.arrive(k.empty.index((count + 1) % STAGES))
         if tiles is None:
             n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
         weights, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
-            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config, entry
+            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config, entry, added
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
@@ -177,6 +189,8 @@ def attend(
             zero_rows_past_end(v, count + 1, n, queries.seq)
         if tiles is not None:
             clear_unseen_values(v, count + 1, n, entry, tiles)
+        if call.bias is not None:
+            clear_hidden_values(v, count + 1, n, queries.bias.seen)
         if call.base is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
         state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count + 1, starts)
@@ -234,14 +248,19 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
             tiles_of_row = row_list(call.tiles, batch, head, m // TILE)
             n = tile_at(tiles_of_row, first, BLOCK_N)
             entry = entry_at(tiles_of_row, n)
+        added = None
+        if call.bias is not None:
+            added = load_bias(n, queries, BLOCK_N, LAYOUT)
         queries = without_first_step(queries, call)
         weights, row_sum, row_max, _ = softmax_step(
-            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config, entry
+            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config, entry, added
         )
         if call.units is not None:
             zero_rows_past_end(v, count, n, seq)
         if call.tiles is not None:
             clear_unseen_values(v, count, n, entry, tiles_of_row)
+        if call.bias is not None:
+            clear_hidden_values(v, count, n, queries.bias.seen)
         state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count, starts)
         if CAUSAL or call.window is not None or call.tiles is not None:  # otherwise the first step alone has a mask
             state = attend(
@@ -262,6 +281,8 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         count = state.tile + 1
         starts = state.starts
 
+        if call.bias is not None:
+            row_max = in_powers(row_max)
         if call.alibi is not None:
             row_max = add_row_slopes(row_max, queries, LAYOUT)
         if call.base is not None:
@@ -273,7 +294,8 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         if call.sink is not None:
             inverse = inverse * rescale
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        if call.tiles is not None:  # a row that sees nothing has 0, whatever the tile holds that it did not see
+        if call.tiles is not None or call.bias is not None:
+            # A row that sees nothing has 0, whatever the tile holds that it did not see.
             empty = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, OUT_LAYOUT))
             acc = gl.where(empty[:, None], 0.0, acc)
         if OWN_BUFFERS:
@@ -394,6 +416,8 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
                 n = first_key(step, queries.seq, call, BLOCK_N) - key_shift
             else:
                 n = tile_at(tiles_of_row, step, BLOCK_N)
+            if call.bias is not None:
+                prefetch_bias(call.bias, batch, head, queries.m, n, call, config.GROUPS * ROWS, BLOCK_N)
             if config.CACHE is not None:
                 places = cache_places(n, queries.seq, call, kernel.k_desc, config.CACHE)
                 copy_cached(kernel.k_desc, places, head // schedule.group, k, count)
@@ -415,8 +439,9 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
 @gluon.jit
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out, lse, statistics, counter, seqused_k, block_table, units, shifts, out_rows, sink,
-    tiles, listed, bits, column_bits, alibi, lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window,
-    scale: gl.float32, out_strides: SplitStrides, mask_sizes: TileMaskSizes, alibi_strides: AlibiStrides, config: gl.constexpr,
+    tiles, listed, bits, column_bits, alibi, bias, seen, lengths: SeqLens, schedule: Schedule, right: gl.int32, window: Window,
+    scale: gl.float32, out_strides: SplitStrides, mask_sizes: TileMaskSizes, alibi_strides: AlibiStrides, bias_strides: BiasSteps,
+    config: gl.constexpr,
 ):  # fmt: skip
     """Attention for tiles of GROUPS · 64 queries, one after the other.
 
@@ -470,9 +495,12 @@ def hopper_forward_kernel(
     slopes = alibi
     if alibi is not None:
         slopes = Alibi(alibi, alibi_strides)
+    biases = bias
+    if bias is not None:
+        biases = Bias(bias, seen, bias_strides)
     call = AttentionCall(
         lengths, schedule, right, scale, None, window, seqused_k, sink, SOFTCAP,
-        exponent_base(SOFTCAP, dtype), units, shifts, block_table, tile_mask, slopes,
+        exponent_base(SOFTCAP, dtype), units, shifts, block_table, tile_mask, slopes, biases,
     )  # fmt: skip
     result = Result(out, out_tiles, out_strides, out_rows)
     kernel = QueryKernel(

@@ -10,15 +10,18 @@ every GPU (`obstacle`), and so do calls of few queries (decoding) with a window,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from warploom.device.rows import Strides
 from warploom.ops.flash_attention.hopper.backward_dkv import hopper_key_kernel
 from warploom.ops.flash_attention.hopper.backward_dq import hopper_query_kernel
 from warploom.ops.flash_attention.hopper.backward_fused import hopper_backward_kernel
 from warploom.ops.flash_attention.hopper.backward_shared import hopper_shared_key_kernel, hopper_shared_query_kernel
+from warploom.ops.flash_attention.hopper.bias import VECTOR, BiasSteps, seen_keys_kernel
 from warploom.ops.flash_attention.hopper.config import (
     HOPPER,
     HOPPER_IN_PIECES,
@@ -31,7 +34,15 @@ from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forw
 from warploom.ops.flash_attention.hopper.latent import HALF, LATENT_FEATURES, LATENT_KEYS
 from warploom.ops.flash_attention.hopper.tile_mask import TileMaskSizes
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
-from warploom.ops.flash_attention.hopper.work import UNIT, AlibiStrides, Config, Scales, Schedule, SeqLens, Window
+from warploom.ops.flash_attention.hopper.work import (
+    UNIT,
+    AlibiStrides,
+    Config,
+    Scales,
+    Schedule,
+    SeqLens,
+    Window,
+)
 from warploom.ops.flash_attention.problem import (
     HOPPER_MULTIPROCESSORS,
     LOG2_E,
@@ -47,9 +58,10 @@ from warploom.ops.flash_attention.problem import (
     loop_steps,
     programs_at_once,
 )
+from warploom.ops.flash_attention.triton.tiles import ForwardStrides, Sizes, TritonConfig
 from warploom.runtime.build import parameters_of
-from warploom.runtime.launch import INTERPRETED, Launch, TmaTile, architecture, supports_tma
-from warploom.runtime.layout import strides_of
+from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
+from warploom.runtime.layout import layout_for, strides_of, tile_width
 
 Tensor = torch.Tensor
 
@@ -92,6 +104,7 @@ _INPUTS = ("q_desc", "k_desc", "v_desc", "do_desc")
 _OTHERS = ("lse", "delta", "counters", "seqused_k", "units")
 _OF_TERMS = ("lse", "delta", "inverse", "counters")
 _OF_SLOPES = ("alibi",)
+_OF_BIAS = ("bias", "seen")
 _OF_MASK = ("tiles", "listed", "bits", "column_bits")
 _KERNELS = {
     "forward": _Kernel(
@@ -114,6 +127,9 @@ _KERNELS = {
     "sloped forward": _Kernel(
         hopper_forward_kernel, _INPUTS[:3], ("out",), ("lse", "statistics", "counter", "sink", *_OF_SLOPES)
     ),
+    "biased forward": _Kernel(
+        hopper_forward_kernel, _INPUTS[:3], ("out",), ("lse", "statistics", "counter", "sink", *_OF_BIAS)
+    ),
     "sloped backward": _Kernel(
         hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
         ("lse", "delta", "counters", "tiles_added", *_OF_SLOPES), True,
@@ -129,6 +145,8 @@ _OPTIONAL = {
     *_OF_SLOPES,
     "mask_sizes",
     "alibi_strides",
+    *_OF_BIAS,
+    "bias_strides",
     "seqused_k",
     "block_table",
     "units",
@@ -461,12 +479,18 @@ def _plan_fused(kernel: str, call: Call, tensors: tuple[Tensor, ...], added: Ten
 
 
 def mask_obstacle(name: str, call: Call, masking: Masking, *tensors: Tensor) -> str | None:
-    """Returns why the kernel ``name``, forward or backward, does not take a call with a mask by tiles or slopes, if so."""
+    """Returns why the kernel ``name``, forward or backward, does not take a call with a mask, a bias or slopes, if so."""
     shape, mask, mask_tiles = call.shape, call.mask, masking.tiles
-    if masking.bias is not None or (mask_tiles is None) == (masking.alibi is None):
-        return "a bias, or slopes besides a mask"
+    if sum(x is not None for x in (masking.bias, mask_tiles, masking.alibi)) > 1:
+        return "more than one of a mask, a bias and slopes"
+    if masking.bias is not None and name == "backward":
+        return "a bias"
+    if masking.bias is not None and not _is_bias_readable(masking.bias):
+        return "strides or dtype of the bias"
+    if masking.bias is not None and shape.tokens < _ROWS:  # keys are read once more: see `bias.seen_keys_kernel`
+        return "a bias of few queries"
     if call.softcap is not None or mask.left is not None or mask.seqused_k is not None:
-        return "a mask or slopes besides a cap, a window or lengths"
+        return "a mask, a bias or slopes besides a cap, a window or lengths"
     if not call.aligned:
         return "an address is no multiple of 16 bytes"
     if name == "backward" and max(shape.head_dim, shape.value_dim) > _NARROW:
@@ -481,8 +505,23 @@ def _mask_sizes(tiles: Tensor) -> TileMaskSizes:
     return TileMaskSizes(rows, columns, heads if entries > 1 else 0, 1 if heads > 1 else 0)
 
 
+def _steps_of(bias: Tensor) -> list[int]:
+    """Returns strides of a bias, with 0 for an axis of size one."""
+    return [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())]
+
+
+def _is_bias_readable(bias: Tensor) -> bool:
+    """Returns whether kernels read a bias: keys are adjacent, and other strides multiples of `VECTOR`."""
+    *others, last = _steps_of(bias)
+    small = max(others) // VECTOR.value < 2**31 and others[2] * _ROWS * 2 < 2**31
+    known = bias.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return known and last == 1 and small and all(x % VECTOR.value == 0 for x in others)
+
+
 def _masking_arguments(masking: Masking) -> tuple[str, dict[str, Any]]:
-    """Returns what kernels are called with a mask by tiles, or with slopes, and sizes of it."""
+    """Returns what kernels are called with a mask by tiles, a bias, or slopes, and sizes of it."""
+    if masking.bias is not None:
+        return "biased", {"bias_strides": BiasSteps(*(x // VECTOR.value for x in _steps_of(masking.bias)[:3]))}
     if masking.alibi is not None:
         *entries, heads = masking.alibi.stride()
         return "sloped", {"alibi_strides": AlibiStrides(entries[0] if entries else 0, heads)}
@@ -491,10 +530,10 @@ def _masking_arguments(masking: Masking) -> tuple[str, dict[str, Any]]:
 
 
 def plan_masked_forward(call: Call, masking: Masking, tensors: tuple[Tensor, ...]) -> Plan:
-    """Returns the launch of the forward with a mask by tiles, or slopes, on q, k, v and out.
+    """Returns the launch of the forward with a mask by tiles, a bias, or slopes, on q, k, v and out.
 
     Behind them come lse, statistics, a counter, the sink, and the mask's tiles, lists of rows, and bits, of columns too;
-    or the slopes.
+    or the bias and what `plan_seen_keys` finds; or the slopes.
     """
     shape, pieces = call.shape, _in_pieces("forward", call.shape)
     tiles = _tiles("forward", shape, call.mask)
@@ -507,6 +546,32 @@ def plan_masked_forward(call: Call, masking: Masking, tensors: tuple[Tensor, ...
         _KERNELS[f"{kind} forward"], "forward", call, tiles, 1, {"PIECES": 3 if pieces else 1}, window=None,
         out_strides=strides, **sizes, **arguments,
     )  # fmt: skip
+
+
+def plan_seen_keys(call: Call, bias: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, Buffer]:
+    """Returns the launch that finds keys which a bias hides from all queries, on k, v and the bias, and its result."""
+    shape, mask = call.shape, call.mask
+    words = (shape.batch_size, shape.key_heads, -(-shape.keys // 128) * 4)
+    layout = layout_for(Strides, k, v)
+    of_k, of_v = layout.strides
+    sizes = Sizes(
+        shape.tokens, shape.keys, shape.heads, shape.group, 1, 1, 1, 0, 0, 0, *bounds(shape, mask), call.scale,
+        shape.batch_size,
+    )  # fmt: skip
+    config = TritonConfig(
+        False, mask.right is not None, False, layout.vec, layout.unit, layout.wide, shape.head_dim, shape.value_dim,
+        "ieee", 64, 32, tile_width(shape.head_dim), tile_width(shape.value_dim), False,
+    )  # fmt: skip
+    launch = Launch(
+        seen_keys_kernel,
+        math.prod(words),
+        takes=("k", "v", "bias", "seen"),
+        sizes=sizes,
+        strides=ForwardStrides(of_k, of_k, of_v, of_v),
+        steps=BiasSteps(*(x // VECTOR.value for x in _steps_of(bias)[:3])),
+        config=config,
+    )
+    return launch, Buffer.rows(words, torch.int32)
 
 
 def plan_masked_backward(call: Call, masking: Masking, tensors: tuple[Tensor, ...], added: Tensor) -> Launch:

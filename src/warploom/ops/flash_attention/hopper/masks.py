@@ -7,6 +7,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from warploom.ops.flash_attention.hopper.bias import HeadBias, bias_of_head
 from warploom.ops.flash_attention.hopper.tile_mask import (
     EVERYTHING,
     TILE,
@@ -34,6 +35,7 @@ class OwnQueries(NamedTuple):
     m: gl.int32  # the first of them
     first: gl.int32  # the key that it stands at: the last query stands at the last key
     slope: gl.float32  # of their head; without slopes, any number
+    bias: HeadBias  # from the first of them on; without a bias, any number
 
 
 class OwnKeys(NamedTuple):
@@ -128,7 +130,11 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
     if call.alibi is not None:
         head = place.row % call.schedule.heads
         slope = slope_of(slopes_from(call.alibi, place.row // call.schedule.heads, head * 0), head)
-    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens, slope)
+    bias = call.scale
+    if call.bias is not None:
+        batch, head = place.row // call.schedule.heads, place.row % call.schedule.heads
+        bias = bias_of_head(call.bias, batch, head, m, call.schedule, seq.keys)
+    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens, slope, bias)
 
 
 @gluon.jit
@@ -152,7 +158,9 @@ def without_first_step(queries, call):
         end -= 1
     else:
         begin += 1
-    return OwnQueries(queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first, queries.slope)
+    return OwnQueries(
+        queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first, queries.slope, queries.bias
+    )
 
 
 @gluon.jit

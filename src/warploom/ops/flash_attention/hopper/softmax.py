@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from warploom.device.activations import power_of_two
 from warploom.device.online_softmax import finite_max, update_softmax
+from warploom.ops.flash_attention.hopper.bias import LEAST
 from warploom.ops.flash_attention.hopper.masks import hide, hide_transposed, visible, visible_weights
 from warploom.ops.flash_attention.hopper.softcap import HIDDEN, cap, cap_weights
 from warploom.ops.flash_attention.hopper.tiles import ROWS
@@ -38,7 +39,7 @@ def exponent_base(softcap, dtype):
 @gluon.jit
 def softmax_step(
     logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
-    entry=None,
+    entry=None, added=None,
 ):  # fmt: skip
     """Returns weights of a tile of keys ``n …``, row_sum and row_max with it, and the factor that rescales earlier sums.
 
@@ -63,11 +64,16 @@ def softmax_step(
         if call.alibi is not None:
             key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)).to(gl.float32)
             logits = logits * scale + (key * queries.slope)[None, :]
+        if call.bias is not None:  # natural: in powers of two the smallest number would be −∞
+            more = added.to(gl.float32)
+            logits = gl.where(more == float("-inf"), more, logits * (scale / LOG2_E) + more)
         if MASKED:
             logits = hide(logits, float("-inf"), n, entry, queries, call, LAYOUT, config)
         if call.alibi is not None:
             first = queries.slope * (n - queries.first).to(gl.float32)
             weights, row_sum, new_max, rescale = update_from(logits, first, row_sum, row_max)
+        elif call.bias is not None:
+            weights, row_sum, new_max, rescale = update_natural(logits, row_sum, row_max)
         else:
             weights, row_sum, new_max, rescale = update_softmax(logits, scale, row_sum, row_max, MASKED)
     return weights, row_sum, new_max, rescale
@@ -84,10 +90,30 @@ def update_from(logits, first, row_sum, row_max):
 
 
 @gluon.jit
+def update_natural(logits, row_sum, row_max):
+    """`update_softmax` of logits that are in no powers of two, where the smallest number would be −∞."""
+    new_max = gl.maximum(row_max, gl.max(logits, axis=1))
+    base = finite_max(new_max)
+    # Rows of such numbers alone have few bits between them: exponents are exact products.
+    unit = gl.where(base < -2.0e38, 2.0**-20, LOG2_E)
+    first = gl.maximum(base * unit, LEAST)  # rounded, as that of the rows before
+    weights = power_of_two(logits * unit[:, None] - first[:, None])
+    rescale = power_of_two(gl.maximum(row_max * unit, LEAST) - first)
+    rescale = gl.where(row_max == float("-inf"), 0.0, rescale)
+    return weights, row_sum * rescale + gl.sum(weights, axis=1), new_max, rescale
+
+
+@gluon.jit
 def add_row_slopes(row_max, queries, LAYOUT: gl.constexpr):
     """Returns the largest logits of 64 queries, of which `softmax_step` takes the first one's places for all."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.float32)
     return row_max - queries.slope * row
+
+
+@gluon.jit
+def in_powers(row_max):
+    """Returns the largest logits in powers of two, finite where they are."""
+    return gl.where(row_max == float("-inf"), row_max, gl.maximum(row_max * LOG2_E, LEAST))
 
 
 @gluon.jit

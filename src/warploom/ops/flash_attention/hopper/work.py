@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from warploom.device.hopper.pipeline import barriers, init_ring, wait_empty, wait_full
+from warploom.ops.flash_attention.hopper.bias import Bias
 from warploom.ops.flash_attention.hopper.tile_mask import TileMask
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -116,6 +117,7 @@ class AttentionCall(NamedTuple):
     block_table: gl.tensor | None = None  # (S, P), of adjacent numbers: pages of each sequence
     tiles: TileMask | None = None
     alibi: Alibi | None = None
+    bias: Bias | None = None
 
 
 class TilePlace(NamedTuple):
