@@ -39,7 +39,7 @@ test-gpu: $(READY)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --num-workers 2
 
 # The wheel in empty environments, one for each extra, with the commands and examples that README names for it.
 test-install: $(READY)
