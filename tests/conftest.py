@@ -162,7 +162,10 @@ def unchecked_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(seeds.seed())
+    # `torch.manual_seed` writes down its stack for each kind of device that is not there: milliseconds.
+    torch.default_generator.manual_seed(seeds.seed())
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seeds.seed())
 
 
 @pytest.fixture(autouse=True)
