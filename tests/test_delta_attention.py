@@ -396,3 +396,23 @@ def test_entries_of_a_large_batch_are_taken_in_pieces(
     for number, (one, other) in enumerate(zip(whole, parts, strict=True)):
         assert one.stride() == other.stride(), number
         torch.testing.assert_close(one, other)
+
+
+@needs_triton
+def test_gradients_of_float16_near_the_largest_number(device: torch.device) -> None:
+    """Of a short query, of which a pair is turned by 45°: two numbers of 60 000 come from one of 84 853 and 0."""
+    shape = (1, 1, 1, 4)
+    call = {name: torch.zeros(shape, device=device, dtype=torch.float16) for name in ("q", "k", "v")}
+    call["q"][..., 0] = 1e-2
+    call["q"].requires_grad_()
+    state = torch.diag(torch.tensor([1.0, 600.0, 1.0, 600.0], device=device))[None, None]
+    beta, theta = torch.zeros(1, 1, 1, device=device), torch.tensor([[0.0, torch.pi / 4]], device=device)
+    for grad in ([0.0, 0.0, 0.0, 2**0.5], [0.0, 2**0.5, 0.0, 0.0]):
+        out = delta_attention(
+            **call, beta=beta, encoding="rotate", theta=theta, offset=1, initial_state=state, scale=1.0,
+            normalize=True, backend="triton",
+        )  # fmt: skip
+        (dq,) = torch.autograd.grad(out, call["q"], torch.tensor(grad, device=device).view(shape).half())
+        torch.testing.assert_close(
+            dq.float().abs().flatten()[1::2], torch.full((2,), 60e3, device=device), rtol=1e-2, atol=0
+        )
