@@ -1,6 +1,6 @@
 """Inputs of flash attention, and how results are judged, which its tests share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,3 +113,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice_of_qkv": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
     "far_apart": lambda x: x.new_zeros(x.shape[1] * 2**22).as_strided(x.shape, (512, 2**22, 64, 1)).copy_(x),
 }
+
+
+def assert_as_exact(found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Compare results with those in float64: errors are at most twice eager's, and 0.8 % of the largest element."""
+    for number, (one, other, right) in enumerate(zip(found, eager, exact, strict=True)):
+        assert torch.equal(one == -torch.inf, right == -torch.inf), number
+        seen = right != -torch.inf
+        error, usual = ((x.double() - right)[seen].abs().max() for x in (one, other))
+        size = right[seen].abs().max()
+        assert error <= 2 * usual + 8e-3 * size, (number, float(error), float(usual), float(size))

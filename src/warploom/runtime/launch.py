@@ -355,7 +355,7 @@ def _encode(description: DescriptorTemplate, encode: Any, known: dict[int, Any],
 
 
 def _ensure_context(device: int) -> None:
-    """Use a GPU, which is the current one, in this thread: before that, the driver encodes no descriptor in it."""
+    """Make the current GPU known to this thread: the driver encodes no descriptor in one that has not used it."""
     if device >= 0 and not hasattr(_thread, "has_context"):
         torch.cuda.mem_get_info()
         _thread.has_context = True

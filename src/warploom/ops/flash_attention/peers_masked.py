@@ -117,4 +117,4 @@ PROVIDERS: dict[str, Callable[[Case], Provider]] = {
     "flex_attention": _flex_attention,
 }
 BUDGETS = peers.BUDGETS | {"torch": 4.0}
-"""Also where a bias is added to logits of 16 bits, by products of matrices one after the other."""
+"""Eager attention with a bias has logits of 16 bits, as in decoding."""
