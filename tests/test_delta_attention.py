@@ -344,6 +344,34 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(("head_dim", "anywhere"), [(16, set()), (15, {"q", "k", "v"})])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_what_may_lie_anywhere_in_an_entry_tells_nothing(tokens: int, head_dim: int, anywhere: set[str]) -> None:
+    """The compiler picks by addresses in which order it adds up the squares of a row."""
+    from warploom.ops.delta_attention.call import DeltaInputs, DeltaOptions
+    from warploom.ops.delta_attention.engine import plan_forward
+
+    call = tensors(torch.device("cpu"), 3, tokens, 2, 1, head_dim, 16)
+    inputs = DeltaInputs(*(call.get(name) for name in DeltaInputs._fields))
+    plan = plan_forward(inputs, DeltaOptions("none", True, 1.0, False), True)
+    launch = plan.step or plan.chunks
+    assert launch is not None
+    assert {"q", "k", "v"} & launch.unaligned == anywhere
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [15, 31, 64])
+def test_a_sequence_at_another_address_has_the_bits_of_the_batch(head_dim: int, device: torch.device) -> None:
+    for tokens, decay in ((1, "feature"), (70, "head"), (40, None)):
+        call = tensors(device, 3, tokens, 4, 2, head_dim, head_dim, decay, encoding="none")
+        call |= {"normalize": True}
+        together = results_of(call, "triton")
+        for i in range(3):
+            alone = results_of(of_entries(call, i, i + 1), "triton")
+            assert torch.equal(alone[0], together[0][i : i + 1])
+
+
+@needs_triton
 def test_two_runs_have_the_same_bits(device: torch.device) -> None:
     call = tensors(device, tokens=300 if device.type == "cuda" else 40, decay="feature", dtype=torch.bfloat16)
     first = results_of(call, "triton")

@@ -194,9 +194,12 @@ class Prepared:
             return outputs + gradients_of(outputs, given.values(), incoming)
 
     def entry(self, index: int) -> Prepared:
-        """Returns the call with one entry of its batch alone, forward."""
+        """Returns the call with one entry of its batch alone, forward, at the strides that it has in the batch.
+
+        PyTorch copies what is yet to be negated, and a batch in another order than an entry.
+        """
         alone = copy.copy(self)
-        tensors = {name: placed.tensor.detach() for name, placed in self.arrays.items()}
+        tensors = {name: placed.tensor.detach().resolve_neg() for name, placed in self.arrays.items()}
         whole = ("theta", "weight", *(("bias",) if self.call.operator == "short_convolution" else ()))
         axes = {"decay": 2, "alibi": 2}  # with an axis of the batch
         shared = [name for name, x in tensors.items() if name in whole or x.dim() < axes.get(name, 1)]

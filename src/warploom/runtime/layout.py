@@ -27,6 +27,14 @@ class Layout(NamedTuple):
     wide: bool  # True if offsets within a tile need 64 bits
     strides: list[Any]  # strides of each tensor, divided by vec except those of features
 
+    def at_any_address(self, *names: str) -> tuple[str, ...]:
+        """Returns the names of tensors whose entries of a batch may begin anywhere: all of them, or none.
+
+        A kernel is compiled without a word on their addresses, also where the first entry is aligned; see
+        `layout_of_entries`.
+        """
+        return names if self.vec == 1 else ()
+
     def of(self, *names: str) -> dict[str, Any]:
         """Returns the strides by name, ``q_strides`` and so on, of tensors with these names."""
         return dict(zip((f"{name}_strides" for name in names), self.strides, strict=True))

@@ -138,7 +138,7 @@ def plan_chunks(call: DeltaCall, q: Tensor, k: Tensor, encoding: bool) -> Launch
         call.slots * call.heads,
         takes=("q", "k", "v", *_GATES, *_PLACES, *ChunkBuffers._fields, "offset"),
         strides=ChunkStrides(*layout.strides),
-        unaligned=_GATES,
+        unaligned=(*_GATES, *layout.at_any_address("q", "k", "v")),
         **rest,
     )
 
@@ -172,7 +172,7 @@ def plan_reverse_scan(call: DeltaCall, grad: Tensor, last: State, first: State) 
             *("grad_states", "grad_updates", "cu_seqlens"),
         ),
         strides=ScanStrides(layout.strides[0], state_strides(first), state_strides(last)),
-        unaligned=("last",),
+        unaligned=("last", *layout.at_any_address("grad")),
         **rest,
     )
 
@@ -189,7 +189,7 @@ def plan_pairs(call: DeltaCall, grad: Tensor, dv: Tensor) -> Launch:
             *("grad_updates", "corrections", "pairs", "dv", "dbeta", "ddecay"),
         ),
         strides=DeltaPairStrides(*layout.strides),
-        unaligned=_GATES,
+        unaligned=(*_GATES, *layout.at_any_address("v", "grad")),
         **rest,
     )
 
@@ -206,7 +206,7 @@ def plan_features(call: DeltaCall, q: Tensor, k: Tensor, grad: Tensor, outs: tup
             *("pairs", "dq", "dk", "ddecay"),
         ),
         strides=DeltaFeatureStrides(*layout.strides),
-        unaligned=("decay",),
+        unaligned=("decay", *layout.at_any_address("q", "k", "grad")),
         **rest,
     )
 
@@ -220,6 +220,7 @@ def plan_encode(call: DeltaCall, x: Tensor, encoded: Tensor) -> Launch:
         encode_kernel,
         call.slots * heads,
         takes=("x", "encoded", *_PLACES, "offset"),
+        unaligned=layout.at_any_address("x"),
         strides=EncodingStrides(layout.strides[0], layout.strides[1], layout.strides[0]),
         **rest,
     )
@@ -234,6 +235,7 @@ def plan_decode(call: DeltaCall, x: Tensor, encoded: Tensor, grads: Tensor, dx: 
         decode_kernel,
         call.slots * heads,
         takes=("x", "encoded", "grads", "dx", "cu_seqlens"),
+        unaligned=layout.at_any_address("x"),
         strides=EncodingStrides(*layout.strides[:3]),
         dx_strides=layout.strides[3],
         **rest,
@@ -251,6 +253,6 @@ def plan_step(call: DeltaCall, out: Tensor, initial: State, final: State) -> Lau
         call.slots * call.heads * columns_of(call, "step", tile),
         takes=("q", "k", "v", "out", "initial", "final", *_GATES, "theta", "offsets", "offset"),
         strides=DeltaStepStrides(*(*layout.strides, state_strides(initial), state_strides(final))),
-        unaligned=(*_GATES, "initial"),
+        unaligned=(*_GATES, "initial", *layout.at_any_address("q", "k", "v")),
         **rest,
     )
