@@ -364,11 +364,10 @@ def test_what_may_lie_anywhere_in_an_entry_tells_nothing(tokens: int, head_dim: 
 def test_a_sequence_at_another_address_has_the_bits_of_the_batch(head_dim: int, device: torch.device) -> None:
     for tokens, decay in ((1, "feature"), (70, "head"), (40, None)):
         call = tensors(device, 3, tokens, 4, 2, head_dim, head_dim, decay, encoding="none")
-        call |= {"normalize": True}
-        together = results_of(call, "triton")
+        call |= {"normalize": True, "backend": "triton"}
+        together = delta_attention(**call)
         for i in range(3):
-            alone = results_of(of_entries(call, i, i + 1), "triton")
-            assert torch.equal(alone[0], together[0][i : i + 1])
+            assert torch.equal(delta_attention(**of_entries(call, i, i + 1)), together[i : i + 1])
 
 
 @needs_triton
