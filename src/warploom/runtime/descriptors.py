@@ -93,8 +93,8 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
 def supports_tma(tensor: torch.Tensor) -> bool:
     """Returns True if a tensor and each of its batch entries can have a descriptor, if their addresses are aligned.
 
-    A tensor whose batch stride is no multiple of 16 bytes is not supported even if it has one entry: an entry runs
-    on the same kernels, and has the same bits, alone and in a batch.
+    A tensor whose batch stride is 0 or no multiple of 16 bytes is not supported even if it has one entry: an entry
+    runs on the same kernels, and has the same bits, alone and in a batch.
     """
-    entries_aligned = tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    entries_aligned = tensor.stride(0) > 0 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
     return entries_aligned and encode_strides(tensor.shape, tensor.stride(), tensor.element_size()) is not None
