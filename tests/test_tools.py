@@ -348,3 +348,22 @@ def test_results_take_no_run_of_changed_code(tmp_path: Path, capsys: pytest.Capt
     assert merge_records.main([str(results), str(later)]) == 2
     assert "run b is of no clean commit" in capsys.readouterr().err
     assert times(results) == {("warploom", 256, "a", 2.0)}
+
+
+def test_a_commit_that_was_named_must_be_of_the_code_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Record, "is_stale", False)
+    monkeypatch.setattr(merge_records, "tree_at", {"1" * 40: "a", "0" * 40: ""}.__getitem__)
+    results = measured(tmp_path / "results", "a", record_of("warploom", 2.0))
+    for number, (commit, tree, status) in enumerate((("1", "a", 0), ("1", "b", 2), ("1", None, 2), ("0", "a", 2))):
+        later = measured(tmp_path / str(number), "b", record_of("warploom", 1.0))
+        run = {"commit": commit * 40, "commit_given": True, "dirty": False} | ({"tree": tree} if tree else {})
+        save_environment(later, "gpu", {"device": "cuda", **run}, "b")
+        assert merge_records.main([str(results), str(later)]) == status
+    assert "run b is not of the code of 0000000000" in capsys.readouterr().err
+
+
+def test_the_package_of_a_commit_is_looked_up() -> None:
+    assert re.fullmatch("[0-9a-f]{40}", merge_records.tree_at("HEAD"))
+    assert merge_records.tree_at("0" * 40) == ""

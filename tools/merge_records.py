@@ -2,15 +2,17 @@
 
 ``python tools/merge_records.py results/h200 RUN ...`` takes folders that ``warploom bench --output`` wrote, the
 last one last. Times are compared within a run, so a case is replaced whole, with everything that was measured
-beside it. One that was disturbed does not replace one that was not. Records of no clean commit go, and cases of
-kernels that are others now, with or without a RUN; where only sources have changed,
-``tools/renew_fingerprints.py`` keeps them if it comes first.
+beside it. One that was disturbed does not replace one that was not. A commit that was named to a run is looked up
+here: the package that ran must be that commit's. Records of no clean commit go, and cases of kernels that are others
+now, with or without a RUN; where only sources have changed, ``tools/renew_fingerprints.py`` keeps them if it comes
+first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +26,7 @@ from warploom.ops import benches
 from warploom.ops.spec import KERNELS
 from warploom.testing.specs import load_specs
 
+ROOT = Path(__file__).parents[1]
 Case = tuple[str, str, str, str]
 
 
@@ -71,13 +74,25 @@ def load_clean(folder: Path, environments: dict[str, dict[str, Any]]) -> list[Re
     """Records of a folder that a bench wrote.
 
     Raises:
-        WarploomError: The folder holds none, or one of no clean commit.
+        WarploomError: The folder holds none, or one of no clean commit, or of other code than the commit's.
     """
     records = load([folder])
-    for record in records:
+    for record in {record.run: record for record in records}.values():
         if not is_clean(record, environments):
             raise WarploomError(f"{folder}: run {record.run} is of no clean commit")
+        run = environments[record.environment]["runs"][record.run]
+        if run.get("commit_given") and run.get("tree") != tree_at(run["commit"]):
+            raise WarploomError(
+                f"{folder}: run {record.run} is not of the code of {run['commit'][:10]}, as it says"
+            )
     return records
+
+
+def tree_at(commit: str) -> str:
+    """Returns the hash of the package's folder in a commit; empty where that is not known."""
+    words = ["git", "-C", str(ROOT), "rev-parse", f"{commit}:src/warploom"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def merge(results: Path, runs: Sequence[Path]) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from warploom.version import __version__
 
 _PASSING = frozenset(
     {"sm_clock_mhz", "memory_clock_mhz", "temperature_c", "gpu_uuid", "commit", "commit_given", "dirty", "started"}
-    | {"fixed_us"}
+    | {"fixed_us", "tree"}
 )
 """Fields of a run, not of its environment. The commit is one of them: a record's ``fingerprint`` says which kernels
 were measured, and a commit to anything else changes no measurement."""
@@ -31,8 +31,8 @@ COMMIT = "WARPLOOM_COMMIT"
 
 PACKAGES = (
     "causal-conv1d", "fla-core", "flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention",
-    "flash-qla", "flashinfer-python", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "tilelang",
-    "transformers",
+    "flash-qla", "flashinfer-python", "liger-kernel", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
+    "quack-kernels", "tilelang", "transformers",
 )  # fmt: skip
 """Distributions whose kernels are measured beside ours, or that theirs are compiled with."""
 
@@ -58,6 +58,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         # That this process may run on: half of a machine's for a process bound to that half.
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
+        "host_cores": os.cpu_count(),
         "os": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -129,11 +130,14 @@ def _version(package: str) -> str | None:
 
 
 def _checkout(folder: Path) -> dict[str, Any]:
-    """Returns the commit of this package: the one that the user names, else that of its checkout."""
+    """Returns the commit of this package: the one that the user names, else that of its checkout.
+
+    With one that is named goes the hash of the package's folder, by which it can be verified.
+    """
     if said := os.environ.get(COMMIT):
         if not re.fullmatch("[0-9a-f]{40}", said):
             raise fault(ArgumentError, "bench", COMMIT, "a commit of 40 hexadecimal digits", repr(said))
-        return {"commit": said, "commit_given": True, "dirty": False}
+        return {"commit": said, "commit_given": True, "dirty": False, "tree": tree_of(folder.parent)}
     git = ["git", "-C", str(folder)]
     # An installed copy may lie inside somebody else's repository, which does not track it.
     if _output([*git, "ls-files", "--error-unmatch", Path(__file__).name]) is None:
@@ -141,6 +145,27 @@ def _checkout(folder: Path) -> dict[str, Any]:
     commit = _output([*git, "rev-parse", "HEAD"])
     changes = _output([*git, "status", "--porcelain", "--", str(folder.parent)])
     return {} if commit is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def tree_of(folder: Path) -> str:
+    """Returns the hash that Git gives to a folder as it is here, but for what Python compiled in it."""
+    entries = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__" or path.suffix == ".pyc":
+            continue
+        if path.is_dir() and not path.is_symlink():
+            # Git sorts folders as if their names ended in a slash.
+            entries.append((f"{path.name}/".encode(), b"40000", tree_of(path)))
+            continue
+        content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
+        mode = b"120000" if path.is_symlink() else b"100755" if path.stat().st_mode & 0o100 else b"100644"
+        entries.append((path.name.encode(), mode, _git_hash(b"blob", content)))
+    lines = (mode + b" " + name.rstrip(b"/") + b"\0" + bytes.fromhex(of) for name, mode, of in sorted(entries))
+    return _git_hash(b"tree", b"".join(lines))
+
+
+def _git_hash(kind: bytes, content: bytes) -> str:
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).hexdigest()
 
 
 def _output(command: list[str]) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 from warploom.bench.environment import split
 from warploom.bench.fingerprint import LIMIT as LIMIT
 from warploom.bench.fingerprint import differs, fingerprint
+from warploom.bench.host_code import code_of
 from warploom.bench.storage import append_lines, check_types, load_lines, lock, read_text, replace_text
 from warploom.errors import WarploomError
 from warploom.ops import benches
@@ -74,6 +75,8 @@ class Record:
     """Timed repetitions."""
     late: int | None = None
     """Repetitions for which the host was not ahead of the device: their times have the host's gaps in them."""
+    code: str | None = None
+    """Digest of the host code that its time depends on; see `warploom.bench.host_code`."""
     details: dict[str, Any] | None = None
     """Further figures of steps of models: ``phases`` (mean_ms, std_ms), ``tokens_per_s``, ``parameters``,
     ``held_memory_mib`` between forward and backward."""
@@ -86,14 +89,16 @@ class Record:
 
     @functools.cached_property
     def is_stale(self) -> bool:
-        """True if the kernels that were measured are others now; False if that cannot be found out.
+        """True if what was measured is other code now; False if that cannot be found out.
 
         It plans the launches of a case, which takes time, and so does it once for a record.
         """
         bench = next((bench for bench in benches().values() if bench.record_name == self.operator), None)
         if bench is None or bench.x not in self.case:
             return True
-        was = self.fingerprint
+        was, code = self.fingerprint, self.code
+        if code and differs(code, lambda: code_of(bench, self.provider)):
+            return True
         return differs(was, lambda: fingerprint(bench, self.case, self.provider, self.mode, was))
 
 

@@ -22,6 +22,7 @@ from warploom.bench.environment import describe_environment, environment_id
 from warploom.bench.evaluate import Unit, evaluate
 from warploom.bench.fingerprint import fingerprint, gpu_of
 from warploom.bench.graphs import GRAPH
+from warploom.bench.host_code import code_of
 from warploom.bench.limits import measure_fixed_us
 from warploom.bench.measure import make_clock
 from warploom.bench.progress import show_progress
@@ -213,7 +214,10 @@ def run(
                 gc.freeze()
                 prints = {name: _fingerprint(unit, name, gpu) for name in missing}
                 fresh = _measure(unit, missing, device, clock, blank, outcome)
-                fresh = [replace(r, fingerprint=prints[r.provider]) for r in fresh]
+                fresh = [
+                    replace(r, fingerprint=prints[r.provider], code=code_of(unit.bench, r.provider) or None)
+                    for r in fresh
+                ]
                 try:
                     append(output, fresh)
                 except WarploomError as error:
@@ -256,7 +260,8 @@ def _task(
         names = [name for name in unit.bench.every_provider if name in selection.providers]
     wanted = [replace(blank, provider=name) for name in (*names, LIMIT)]
     known = [found[record.key] for record in wanted if record.key in found]
-    known = [r for r in known if not r.disturbed and r.fingerprint == _fingerprint(unit, r.provider, gpu)]
+    known = [r for r in known if not r.disturbed and r.code == (code_of(unit.bench, r.provider) or None)]
+    known = [r for r in known if r.fingerprint == _fingerprint(unit, r.provider, gpu)]
     missing: list[str] = []
     runs = {record.run for record in known if record.ms is not None}
     # What has a time is timed again beside the rest, so that all are of one run; what failed fails again.
