@@ -426,18 +426,20 @@ def test_entries_of_a_large_batch_are_taken_in_pieces(
 
 
 @needs_triton
-def test_gradients_of_float16_near_the_largest_number(device: torch.device) -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_of_float16_near_the_largest_number(device: torch.device, normalize: bool) -> None:
     """Of a short query, of which a pair is turned by 45°: two numbers of 60 000 come from one of 84 853 and 0."""
     shape = (1, 1, 1, 4)
     call = {name: torch.zeros(shape, device=device, dtype=torch.float16) for name in ("q", "k", "v")}
     call["q"][..., 0] = 1e-2
     call["q"].requires_grad_()
-    state = torch.diag(torch.tensor([1.0, 600.0, 1.0, 600.0], device=device))[None, None]
+    size = 600.0 if normalize else 60_000.0
+    state = torch.diag(torch.tensor([1.0, size, 1.0, size], device=device))[None, None]
     beta, theta = torch.zeros(1, 1, 1, device=device), torch.tensor([[0.0, torch.pi / 4]], device=device)
     for grad in ([0.0, 0.0, 0.0, 2**0.5], [0.0, 2**0.5, 0.0, 0.0]):
         out = delta_attention(
             **call, beta=beta, encoding="rotate", theta=theta, offset=1, initial_state=state, scale=1.0,
-            normalize=True, backend="triton",
+            normalize=normalize, backend="triton",
         )  # fmt: skip
         (dq,) = torch.autograd.grad(out, call["q"], torch.tensor(grad, device=device).view(shape).half())
         torch.testing.assert_close(

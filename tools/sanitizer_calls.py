@@ -167,13 +167,13 @@ def _on_cache(n: int, d: int, page: int, pages: int, heads: int = 8, key_heads: 
 def _delta(
     n: int, d: int, dtype: torch.dtype, decay: int, heads: int = 2, grad: bool = True, **options: Any
 ) -> Inputs:
-    """Tensors of the delta rule, with decays of so many axes."""
+    """Tensors of the delta rule, with decays of so many axes; without any if there are none."""
     rows = (1, n, heads, d)
     q, k = (_random(*rows, dtype=dtype, grad=grad) for _ in range(2))
     v = _random(1, n, 2 * heads, d, dtype=dtype, grad=grad)
     beta, state = torch.full((1, n, 2 * heads), 0.5), _random(1, 2 * heads, d, d, grad=grad)
     decays = torch.full((1, n, 2 * heads, d)[:decay], -0.1)
-    gates = {"beta": beta.requires_grad_(grad), "decay": decays.requires_grad_(grad)}
+    gates = {"beta": beta.requires_grad_(grad), "decay": decays.requires_grad_(grad) if decay else None}
     states = {} if "cu_seqlens" in options else {"initial_state": state}
     return {"q": q, "k": k, "v": v, **gates, **states, "normalize": True, "backend": "triton", **options}
 
@@ -308,6 +308,13 @@ CALLS: tuple[Call, ...] = tuple(
         ("delta_attention", delta_attention, "delta-feature", _delta,
          {"n": 70, "d": 24, "dtype": torch.float32, "decay": 4, "cu_seqlens": _BOUNDS, "encoding": "rotate",
           "theta": _random(12)}),
+        ("delta_attention", delta_attention, "delta-float16", _delta,
+         {"n": 40, "d": 24, "dtype": torch.float16, "decay": 0, "encoding": "rotate", "theta": _random(12)}),
+        ("delta_attention", delta_attention, "delta-hopper-rotated", _delta,
+         {"n": 200, "d": 128, "dtype": HALF, "decay": 0, "grad": False, "encoding": "rotate",
+          "theta": _random(64, grad=False)}),
+        ("delta_attention", delta_attention, "delta-hopper-feature", _delta,
+         {"n": 520, "d": 64, "dtype": HALF, "decay": 4, "heads": 1}),
         ("delta_attention", delta_attention, "delta-step", _delta,
          {"n": 2, "d": 64, "dtype": HALF, "decay": 4, "grad": False}),
         ("short_convolution", short_convolution, "convolution", _convolution, {"n": 70, "dtype": HALF}),

@@ -101,6 +101,7 @@ _CHECKS: tuple[dict[str, Any], ...] = (
     {**_ROTATE, "decay": "head", "heads": 4, "key_heads": 2, "offset": 1_000_003},
     {**_ROTATE, "decay": "feature", "interleaved": True, "theta": "vector", "offset": "scalar"},
     {**_ROTATE, "dtype": "bfloat16", "head_dim": 32, "n": 70, "frequencies": 7, "theta": "shared", "key_heads": 1},
+    {**_ROTATE, "dtype": "float16", "n": 40, "theta_gradient": True, "key_heads": 1},
     {"encoding": "rotate", "theta_gradient": True, "n": 40, "head_dim": 16, "batch": 1, **_STATES},
     {**_ROTATE, "theta_gradient": True, "n": 40, "head_dim": 16, "offset": "batch", "decay": "head"},
     {"normalize": True, "dtype": "bfloat16", "layout": "bhnd", "heads": 3, "key_heads": 1, "n": 40},

@@ -66,6 +66,8 @@ def entries_at_once(inputs: DeltaInputs, options: DeltaOptions, backward: bool) 
         buffers += [states, states, updates, updates, updates]
         if call.encoded or call.group > 1:
             buffers += 3 * [Buffer.rows((*inputs.q.shape[:2], call.heads, call.features), torch.float32)]
+        if rotated_dtype(call) != inputs.q.dtype:
+            buffers.append(Buffer.rows(tuple(inputs.q.shape), rotated_dtype(call)))
     held = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
     return max(1, MOST_BYTES * batch // max(int(held), 1))
 
@@ -133,12 +135,19 @@ def plan_forward(inputs: DeltaInputs, options: DeltaOptions, aligned: bool) -> D
     return DeltaForward(Buffer.like(out), final, None, entries, None, ChunkBuffers.of(call, False), chunks, scan)
 
 
+def rotated_dtype(call: DeltaCall) -> torch.dtype:
+    """Returns the dtype of gradients of rotated rows: float16 may not hold those of rows whose own it does."""
+    dtype = call.inputs.q.dtype
+    return torch.float32 if call.options.kind != "none" and dtype == torch.float16 else dtype
+
+
 class EncodedRows(NamedTuple):
     """Plan of queries or keys that are not used as they come, and of their gradients."""
 
     encoded: Buffer | None  # None where a head of keys serves several, and nothing is encoded
     encode: Launch | None
     grads: Buffer
+    rotated: Buffer | None  # gradients before they are rotated back, where this is not done in place
     decode: Launch
 
     @classmethod
@@ -147,8 +156,13 @@ class EncodedRows(NamedTuple):
         encoded = torch.empty(x.shape, dtype=x.dtype, device="meta") if call.encoded else x
         grads = torch.empty((*x.shape[:2], call.heads, x.shape[3]), dtype=torch.float32, device="meta")
         encode = plan_encode(call, x, encoded) if call.encoded else None
+        to_encode = Buffer.like(encoded) if call.encoded else None
+        rotated = None
+        if rotated_dtype(call) != x.dtype:
+            dx = torch.empty(x.shape, dtype=rotated_dtype(call), device="meta")
+            rotated = Buffer.like(dx)
         decode = plan_decode(call, x, encoded, grads, dx)
-        return cls(Buffer.like(encoded) if call.encoded else None, encode, Buffer.like(grads), decode)
+        return cls(to_encode, encode, Buffer.like(grads), rotated, decode)
 
 
 class DeltaBackward(NamedTuple):
@@ -183,7 +197,7 @@ def backward(
         grad, options = grad * 0.0, options._replace(scale=1.0)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
-    q, k, v, beta, decay, theta, initial, _, cu_seqlens = inputs
+    q, k, v, beta, decay, _, initial, _, cu_seqlens = inputs
     entries = plans.get("entries", entries_at_once, inputs, options, True)
     if entries < q.shape[0]:
         return _backward_in_pieces(grad, grad_state, inputs, options, offset, wanted, plans, entries)
@@ -227,10 +241,8 @@ def backward(
     del states, updates, dstates, corrections, of_pairs
     dtheta = None
     if plan.queries is not None and plan.keys is not None:
-        plan.queries.decode(q, queries, of_q, dq, cu_seqlens)
-        plan.keys.decode(k, keys, of_k, dk, cu_seqlens)
-        if theta is not None:
-            dtheta = _rotate_back(((q, dq), (k, dk)), theta, inputs, options, offset, wanted[5], plans)
+        rows = ((plan.queries, q, queries, of_q, dq), (plan.keys, k, keys, of_k, dk))
+        dtheta = _decode(rows, inputs, options, offset, wanted[5], plans)
     if ddecay is not None and decay is not None:
         ddecay = (ddecay.sum(-1) if decay.dim() == 3 else ddecay).to(decay.dtype)
     return dq, dk, dv, dbeta, ddecay, dtheta, first if wanted[6] else None
@@ -312,24 +324,27 @@ def _encode(plan: EncodedRows, x: Tensor, inputs: DeltaInputs, offset: int) -> T
     return encoded
 
 
-def _rotate_back(
-    rows: Sequence[tuple[Tensor, Tensor]], theta: Tensor, inputs: DeltaInputs, options: DeltaOptions, offset: int,
-    of_theta: bool, plans: Plans,
+def _decode(
+    rows: Sequence[tuple[EncodedRows, Tensor, Tensor, Tensor, Tensor]], inputs: DeltaInputs, options: DeltaOptions,
+    offset: int, of_theta: bool, plans: Plans,
 ) -> Tensor | None:  # fmt: skip
-    """Rotates gradients of rotated rows back in place; returns that of theta if it is wanted.
+    """Writes the gradients of queries and keys; returns that of theta if it is wanted.
 
-    ``rows`` are pairs of what was rotated and these gradients. Rows may be divided by their lengths before or after
-    they are rotated.
+    ``rows`` are a plan, what was encoded, what it was encoded to, the gradient of that, and where its own goes. Rows
+    may be divided by their lengths before or after they are rotated.
     """
-    turns = LrpeOptions(kind=options.kind, activation="none")
+    theta, turns = inputs.theta, LrpeOptions(kind=options.kind, activation="none")
     dtheta: Tensor | None = None
-    # Two gradients of theta are added up in its dtype, for which 16 bits are too few.
-    wide = theta.to(torch.promote_types(theta.dtype, torch.float32))
-    for x, gradient in rows:
-        encoded = LrpeInputs(x, wide, offsets=inputs.offsets, cu_seqlens=inputs.cu_seqlens)
-        part = lrpe.backward(gradient, encoded, offset, turns, of_theta, plans, gradient)[1]
-        dtheta = part if dtheta is None or part is None else dtheta + part
-    return None if dtheta is None else dtheta.to(theta.dtype)
+    for plan, x, encoded, grads, dx in rows:
+        rotated = dx if plan.rotated is None else plan.rotated.empty(x)
+        plan.decode(x, encoded, grads, rotated, inputs.cu_seqlens)
+        if theta is not None:
+            # Two gradients of theta are added up in its dtype, for which 16 bits are too few.
+            wide = theta.to(torch.promote_types(theta.dtype, torch.float32))
+            given = LrpeInputs(x, wide, offsets=inputs.offsets, cu_seqlens=inputs.cu_seqlens)
+            part = lrpe.backward(rotated, given, offset, turns, of_theta, plans, dx)[1]
+            dtheta = part if dtheta is None or part is None else dtheta + part
+    return None if dtheta is None or theta is None else dtheta.to(theta.dtype)
 
 
 def plan_backward(
