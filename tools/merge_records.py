@@ -3,9 +3,9 @@
 ``python tools/merge_records.py results/h200 RUN ...`` takes folders that ``warploom bench --output`` wrote, the
 last one last. Times are compared within a run, so a case is replaced whole, with everything that was measured
 beside it. One that was disturbed does not replace one that was not. A commit that was named to a run is looked up
-here: the package that ran must be that commit's. Records of no clean commit go, and cases of kernels that are others
-now, with or without a RUN; where only sources have changed, ``tools/renew_fingerprints.py`` keeps them if it comes
-first.
+here: the package that ran must be that commit's. Records of no clean commit go, and cases of kernels that are
+others now, with or without a RUN; where only sources have changed, ``tools/renew_fingerprints.py`` keeps them if
+it comes first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Digests of host code, beside the fingerprints of kernels: of a peer's call, and of what a step of a model runs.
 
-A kernel's time is the device's, and host code changes nothing in it. A peer is what the code around it asks for, and
-a step that is timed by the wall clock has the host's time in it. Comments, docstrings and names of files do not
+A kernel's time is the device's, and host code changes nothing in it. A peer is what the code around it asks for,
+and a step that is timed by the wall clock has the host's time in it. Comments, docstrings and names of files do not
 count.
 """
 
@@ -116,7 +116,7 @@ def _of_definitions(builder: Callable[..., Any]) -> str:
     for part in parts:
         if not callable(part):
             texts.append(repr(part))
-        elif not str(part.__module__).startswith("warploom."):
+        elif not _is_ours(part):
             return ""
         elif part.__name__ != "<lambda>":
             reached.append((part.__module__, part.__qualname__.partition(".")[0]))
@@ -149,13 +149,16 @@ def _names(module: str, node: ast.AST) -> Iterator[Place]:
             value = known.get(each.id)
             if each.id in _definitions(module):
                 yield module, each.id
-            elif inspect.isfunction(value) or inspect.isclass(value):
-                if value.__module__.startswith("warploom."):
-                    yield value.__module__, value.__name__
+            elif (inspect.isfunction(value) or inspect.isclass(value)) and _is_ours(value):
+                yield value.__module__, value.__name__
         elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
             value = known.get(each.value.id)
             if inspect.ismodule(value) and value.__name__.startswith("warploom."):
                 yield value.__name__, each.attr
+
+
+def _is_ours(value: Callable[..., Any]) -> bool:
+    return str(value.__module__).startswith("warploom.")
 
 
 @functools.cache
