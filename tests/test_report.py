@@ -16,7 +16,7 @@ from texts import markdown
 
 from warploom.bench import records as records_module
 from warploom.bench.fingerprint import fingerprint
-from warploom.bench.records import LIMIT, Record, append, save_environment
+from warploom.bench.records import LIMIT, Record, append, mark_large_hosts, save_environment
 from warploom.errors import WarploomError
 from warploom.report import panels as panels_module
 from warploom.report import write_report
@@ -27,7 +27,7 @@ from warploom.report.panels import arrange, load_sections
 from warploom.report.published import FOLDER, list_published_cases, read_published
 from warploom.report.rivals import format_ratio, summarize
 from warploom.report.table import Cell, Table, render_text
-from warploom.report.tables import make_tables
+from warploom.report.tables import make_tables, make_time_table
 from warploom.testing.specs import load_specs
 
 BENCH = replace(toy.make_bench(), name="lrpe-rotate", title="A rotation")
@@ -186,10 +186,13 @@ def test_a_sentence_says_what_is_faster_level_and_slower():
     overview = make_overview(arrange(records, {"here": "NVIDIA H100 80GB HBM3"}))
     (row,) = overview.rows
     assert row.sentence == (
-        "Faster than the fastest alternative in 2 of 4 cases, 1.50 times; level in 1; "
+        "Faster than the fastest alternative in 2 of 4 cases, 1.50 times; level in 1 (1.01); "
         "slower in 1, up to 1.33 times the time of other (fwd, n=256); 50\N{NO-BREAK SPACE}% of the limit."
     )
-    assert row.note == ("Not counted: 1 without an alternative in the same run, 1 disturbed.")
+    assert row.note == (
+        "Not counted: 1 without an alternative in the same run, 1 disturbed. "
+        "Cases with each of the others: torch 5, other 5."
+    )
     assert row.place == "H100"
     assert [dot.result for dot in row.dots] == ["slower", "level", "faster", "faster"]
     assert overview.counts == {"faster": 2, "level": 1, "slower": 1}
@@ -320,6 +323,50 @@ def test_a_late_sample_is_marked():
     assert table.rows[0][1].reason == "the host was not ahead in 3 of 20 rounds"
     assert not table.rows[1][1].text.endswith("†")
     assert table.notes == ["† the host was not always ahead of the device"]
+
+
+def test_level_cases_have_their_ratio_and_what_is_nominally_slower():
+    records = make_records({"warploom": 2.0, "torch": 1.95, "other": 2.06}, activations=("none",))
+    fail(records, "torch", "fwd", 256, status="error", reason="out", ms=None)
+    (row,) = make_overview(arrange(records)).rows
+    assert "level in 6 (0.97 to 1.03; 5 nominally slower)" in row.sentence
+    assert row.note == "Cases with each of the others: other 6, torch 5."
+    assert only(records).level_told == "3 (2: 0.97)"
+    assert only(records, "bwd").level_told == "3 (3: 0.97)"
+
+
+def test_who_was_not_there_is_named_with_the_reason():
+    records = make_records({"warploom": 2.0, "torch": 8.0, "other": 3.0}, activations=("none",))
+    fail(records, "other", "fwd", 256, status="unsupported", reason="not installed", ms=None)
+    fail(records, "other", "fwd", 4096, run="another")
+    fail(records, "torch", "fwd", 1024, status="oom", reason="40 GiB", ms=None)
+    found = only(records)
+    assert found.peers == {"torch": 2, "other": 1}
+    assert found.absent["other"]["timed in another run"] == 1
+    assert found.absent["other"]["not installed"] == found.absent["torch"]["40 GiB"] == 1
+    assert found.absent["torch_compile"] == {"not in these runs": len(SIZES)}
+    assert "warploom" not in found.absent
+
+
+def test_a_disturbed_time_is_no_share_of_the_limit():
+    records = make_records({"warploom": 2.0}, activations=("none",))
+    fail(records, "warploom", "fwd", 256, disturbed="hot", limit_fraction=0.1)
+    assert only(records).shares == [0.5, 0.5]
+    assert "50\N{NO-BREAK SPACE}% of the limit" in make_overview(arrange(records)).rows[0].sentence
+
+
+def test_short_times_on_a_host_of_many_cores_are_marked(tmp_path):
+    records = make_records({"warploom": 1.05}, activations=("none",))
+    for cores, few in (({"cpu_cores": 32}, False), ({"cpu_cores": 16}, True), ({"host_cores": 16}, True)):
+        found = mark_large_hosts(records, {"here": GPU | {"device": "cuda"} | cores})
+        short = [record.ms < 0.1 for record in records]
+        assert any(short)
+        assert [bool(record.details) for record in found] == [value and not few for value in short]
+    bound = {"device": "cuda", "cpu_cores": 16, "host_cores": 32}
+    (section,) = load_sections([save(tmp_path / "run", records, GPU | bound)])
+    table = make_time_table(section, section.panels[0], "fwd")
+    assert [row[1].text.endswith("¹") for row in table.rows] == [256 * 1.05e-4 < 0.1, 1024 * 1.05e-4 < 0.1, False]
+    assert table.notes == ["¹ on a host with more than 16 cores, which adds about 1.7 µs"]
 
 
 # Charts

@@ -63,8 +63,43 @@ def test_a_headline_includes_what_is_lost(lost: bool) -> None:
     table = texts.speed_table(fresh(records), DEVICES).splitlines()
     (row,) = [line for line in table if line.startswith("| RoPE")]
     words = [cell.strip() for cell in row.split("|")[1:-1]]
-    ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 (3) / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
+    ratio, counts = ("0.95 (0.95 … 0.95)", "0 / 3 (3: 0.95) / 3") if lost else ("1.25 (1.25 … 1.25)", "0 / 0 / 3")
     assert words[3:] == ["H200", "0.8192", "50 %", "liger", ratio, counts, "3 / 8"]
+
+
+def test_disturbed_cases_are_shown_and_count_in_nothing() -> None:
+    made = fresh(make_records({"warploom": 2.0, "torch": 8.0}, activations=("none",)))
+    records = [
+        replace(r, operator="lrpe_rope", case={**r.case, "theta": "vector"}, limit_fraction=0.1, disturbed="hot")
+        if r.case["n"] == 4096
+        else replace(r, operator="lrpe_rope", case={**r.case, "theta": "vector"})
+        for r in made
+    ]
+    (row,) = [line for line in texts.speed_table(records, DEVICES).splitlines() if line.startswith("| RoPE")]
+    assert [cell.strip() for cell in row.split("|")[5:-1]] == [
+        "0.8192\\*", "10 %", "torch", "4.00 (4.00 … 4.00)", "0 / 0 / 2", "3 / 8, 1 disturbed",
+    ]  # fmt: skip
+    (whole,) = [
+        line for line in texts.whole_tables(records, DEVICES).splitlines() if line.startswith("| all cases | fwd")
+    ]
+    assert "| 0.8192\\* | 50 % (50 % … 50 %) |" in whole
+
+
+def test_the_peers_of_each_row_are_named_and_so_is_who_was_not_there() -> None:
+    made = make_records({"warploom": 2.0, "torch": 8.0, "liger": 2.5}, activations=("none",))
+    told = {"status": "unsupported", "reason": "liger_kernel is not installed", "ms": None}
+    records = [
+        replace(
+            r, operator="lrpe_rope", case={**r.case, "theta": "vector"}, **told if r.provider == "liger" else {}
+        )
+        for r in fresh(made)
+    ]
+    line, *more = texts.speed_peers(records, DEVICES).splitlines()
+    assert line.startswith("- **RoPE, fwd, H200.** Of 3 cases timed beside ours: `torch` 3; ")
+    assert "; liger\\_kernel is not installed: `liger` 3" in line
+    assert "; not in these runs: `torch_compile` 3" in line
+    assert not more
+    assert "Of 6 cases timed beside ours: `torch` 6; " in texts.whole_tables(records, DEVICES)
 
 
 def test_guides_show_rates_ratios_and_what_is_below_its_target() -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any
 from overview import draw_overview
 
 from warploom.bench.environment import device_name
-from warploom.bench.records import LIMIT, Record, is_clean, load, load_environments
+from warploom.bench.records import LIMIT, Record, is_clean, load, load_environments, mark_large_hosts
 from warploom.bench.storage import load_lines, read_text, replace_text
 from warploom.errors import ArgumentError
 from warploom.ops import FOLDERS, benches
@@ -126,7 +127,12 @@ ROWS = (
     Row("TPA attention", "tpa_attention", "fwd", {}, _TPA, "1 × 8k × 16 × 128, rank 2, bf16"),
     Row("Transformer, training step", "transformer", "train", {}, _STEP, "md, 4 × 512 tokens, bf16"),
 )
-COMPARED = ("fastest alternative", "its time / ours", "lost / level (below 1) / compared", "measured / in suites")
+COMPARED = (
+    "fastest alternative",
+    "its time / ours",
+    "lost / level (below 1: least) / compared",
+    "measured / in suites",
+)
 """Heads of the cells that `_compared` returns."""
 UNCOUNTED = ("quick", "trial")
 """Suites whose cases are others' or nobody's: for a first look, and for tests."""
@@ -153,8 +159,44 @@ def speed_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     return markdown_table(heads, rows, words=4)
 
 
+def speed_peers(records: Sequence[Record], devices: Mapping[str, str]) -> str:
+    """The peers of each row of `speed_table`, and those that were not there."""
+    lines, name = [], ""
+    for row in ROWS:
+        name = name if row.name == "the same" else row.name
+        section, found = _summary(row, records, devices)
+        if section and found and found.counts:
+            lines.append(f"- **{name}, {row.mode}, {gpu_of(section, devices)}.** {_peers([found])}")
+    return "\n".join(lines) or NOTHING
+
+
 def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> list[str]:
-    """Cells of the first GPU that timed the typical case, else of the first with any; none without ours."""
+    """Cells of a row; none without a time of ours."""
+    section, found = _summary(row, records, devices)
+    if section is None or found is None or not found.counts:  # of the others alone
+        return []
+    chosen = [point.record for point in section.points]
+    ours = [record for record in chosen if _is_typical(row, record) and record.provider in section.own_names]
+    typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
+    ms, share = (_ms(typical), _percent(typical.limit_fraction)) if typical else ("–", "–")
+    way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
+    shape = f"{row.shape}, {way}" if way else row.shape
+    compared = _compared(found, lambda case: _has(case, row.kind), row.suite)
+    if not typical and not found.pairs:
+        compared[0] = "its kernels have changed since it was measured"
+    return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *compared]
+
+
+def _ms(record: Record) -> str:
+    """Returns a time, marked where something disturbed it or where a large host adds to it."""
+    large = "host_cores" in (record.details or {})
+    return format_number(record.ms) + "*" * bool(record.disturbed) + "¹" * large
+
+
+def _summary(
+    row: Row, records: Sequence[Record], devices: Mapping[str, str]
+) -> tuple[Section, Summary] | tuple[None, None]:
+    """Returns what the first GPU that timed the typical case has of a row, else the first with any."""
     chosen = [
         record
         for record in records
@@ -164,21 +206,10 @@ def _row(row: Row, records: Sequence[Record], devices: Mapping[str, str]) -> lis
         and _has(record.case, row.kind)
     ]
     if not chosen:
-        return []
+        return None, None
     chosen = max(by_gpu(chosen, devices).values(), key=lambda own: any(_is_typical(row, record) for record in own))
     (section,) = arrange(chosen, devices)
-    found = summarize_mode(section, section.panels, "", row.mode)
-    if not found.counts:  # of the others alone
-        return []
-    ours = [record for record in chosen if _is_typical(row, record) and record.provider in section.own_names]
-    typical = min(ours, key=lambda record: section.own_names.index(record.provider), default=None)
-    ms, share = (format_number(typical.ms), _percent(typical.limit_fraction)) if typical else ("–", "–")
-    way = typical.provider.removeprefix(KERNELS).lstrip("+") if typical else ""
-    shape = f"{row.shape}, {way}" if way else row.shape
-    compared = _compared(found, lambda case: _has(case, row.kind), row.suite)
-    if not typical and not found.pairs:
-        compared[0] = "its kernels have changed since it was measured"
-    return [row.name, shape, row.mode, gpu_of(section, devices), ms, share, *compared]
+    return section, summarize_mode(section, section.panels, "", row.mode)
 
 
 def _has(case: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
@@ -200,11 +231,32 @@ def _compared(found: Summary, belongs: Callable[[Case], bool] = lambda case: Tru
         suite: The only suite that counts; all but `UNCOUNTED` if it is empty.
     """
     cases = f"{sum(found.counts.values())} / {_count_in_suites(found, belongs, suite)}"
+    if disturbed := found.counts.get("disturbed"):
+        cases += f", {disturbed} disturbed"
     if not found.pairs:
         return ["none in the same run", "–", "–", cases]
-    slower = sum(pair.verdict == "same" and pair.ratio < 1 for pair in found.pairs)
-    level = f"{found.level} ({slower})" if slower else str(found.level)
-    return [found.alternatives, found.ratios, f"{found.lost} / {level} / {len(found.pairs)}", cases]
+    return [found.alternatives, found.ratios, f"{found.lost} / {found.level_told} / {len(found.pairs)}", cases]
+
+
+def _peers(summaries: Sequence[Summary]) -> str:
+    """Names the peers, with the number of cases in which they were timed, and why in others they were not."""
+    timed, absent = Counter[str](), dict[str, Counter[str]]()
+    for found in summaries:
+        timed += found.peers
+        for name, reasons in found.absent.items():
+            for reason, count in reasons.items():
+                absent.setdefault(" ".join(reason.split()), Counter())[name] += count
+    cases = sum(len(found.cases) for found in summaries)
+    told = {f"Of {cases} case{'s' * (cases != 1)} timed beside ours": timed} | absent
+    return "; ".join(f"{_cut(what)}: {_with_counts(names) or 'nobody'}" for what, names in told.items()) + "."
+
+
+def _cut(words: str) -> str:
+    return _escape(words if len(words) <= 100 else f"{words[:99]}…")
+
+
+def _with_counts(names: Counter[str]) -> str:
+    return ", ".join(f"`{name}` {count}" for name, count in names.most_common())
 
 
 def _count_in_suites(found: Summary, belongs: Callable[[Case], bool], suite: str) -> int:
@@ -302,8 +354,13 @@ def _whole(records: Sequence[Record], devices: Mapping[str, str], gpu: str, leve
         parts = [f"{level} {_heading(section.operator, gpu)}", _about(section)]
         if section.operator in drawn and draw(section, gpu):
             parts.append(f"![share of the limit and time](figures/{section.operator}.svg)")
-        texts.append("\n\n".join([*parts, markdown([_whole_table(section)])]))
+        peers = _peers([summarize_mode(section, section.panels, "", mode) for mode in _modes(section)])
+        texts.append("\n\n".join([*parts, markdown([_whole_table(section)]), peers]))
     return "\n\n".join(texts)
+
+
+def _modes(section: Section) -> list[str]:
+    return list(dict.fromkeys(mode for panel in section.panels for mode in panel.modes))
 
 
 def _about(section: Section) -> str:
@@ -322,7 +379,7 @@ def _whole_table(section: Section) -> Table:
             own = [panel.at(mode).get(name, {}) for name in section.own_names]
             firsts = (next((each[x] for each in own if x in each and each[x].ms), None) for x in panel.xs(mode))
             last = next(reversed([point for point in firsts if point]), None)
-            place = [format_size(last.x), format_number(last.ms)] if last else ["", ""]
+            place = [format_size(last.x), _ms(last.record)] if last else ["", ""]
             compared = _compared(found, partial(_is_of_panel, section, panel))
             rows.append([panel.label, mode, *place, _spread(found.shares), *compared])
     return Table.of(heads, rows, words=3)
@@ -403,7 +460,7 @@ def _figure(value: float | None) -> str:
 
 def _time(record: Record) -> str:
     """Returns the time of a record, or why it has none."""
-    return format_number(record.ms) if record.ms else {"oom": "out of memory"}.get(record.status, record.status)
+    return _ms(record) if record.ms else {"oom": "out of memory"}.get(record.status, record.status)
 
 
 def step_tables(records: Sequence[Record], devices: Mapping[str, str]) -> str:
@@ -509,7 +566,9 @@ def _measured(
 def rate(section: Section, panel: Panel, mode: str, x: Any) -> str:
     """Operations a second, in units of 10¹²."""
     record = _ours(section, panel, mode, x)
-    return f"{record.flops / record.ms / 1e9:.0f}" if record and record.flops and record.ms else ""
+    if not record or not record.flops or not record.ms:
+        return ""
+    return f"{record.flops / record.ms / 1e9:.0f}" + "*" * bool(record.disturbed)
 
 
 def ratio(section: Section, panel: Panel, mode: str, x: Any) -> str:
@@ -530,8 +589,8 @@ def decoding_table(records: Sequence[Record], devices: Mapping[str, str]) -> str
         beside = (panel.at(mode).get(name, {}).get(x) for name in section.others)
         rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
         place = f"{panel.parameters.get('batch', section.constants.get('batch'))}, {format_size(x)}"
-        times = [format_number(point.ms) if point else "" for point in beside]
-        cells = [place, gpu_of(section, devices, panel.device), format_number(record.ms)]
+        times = [_ms(point.record) if point and point.ms else "" for point in beside]
+        cells = [place, gpu_of(section, devices, panel.device), _ms(record)]
         rows.append([*cells, _percent(record.limit_fraction), *rival, *times])
     return markdown([Table.of(heads, rows, words=2).drop_empty_columns()]) if rows else NOTHING
 
@@ -542,7 +601,7 @@ def below_target(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     lrpe = [record for record in records if record.operator.startswith("lrpe_")]
     for section, panel, mode, x, record in _measured(lrpe, devices, MODES):
         share, theta = record.limit_fraction, mode == "bwd" and panel.parameters.get("theta_gradient")
-        if share and record.case["activation"] != "softmax_sequence":
+        if share and not record.disturbed and record.case["activation"] != "softmax_sequence":
             is_low = share < (0.85 if theta else 0.97 if x >= 2048 else 0.92)
             key = section.operator, gpu_of(section, devices, panel.device), mode
             place = f"{section.x} = {format_size(x)}, {replace(panel, device='').label}"
@@ -573,7 +632,7 @@ def serving_table(records: Sequence[Record], devices: Mapping[str, str]) -> str:
     for section, panel, mode, x, record in _measured(kind, devices, ("fwd", "serve")):
         pair = panel.rival(mode, x, section)
         rival = [pair.b.provider, format_ratio(pair.ratio)] if pair else ["none in the same run", ""]
-        times = [format_number(record.ms), _percent(record.limit_fraction)]
+        times = [_ms(record), _percent(record.limit_fraction)]
         chunks = panel.at(mode).get("warploom_chunks", {}).get(x)
         ratio = format_ratio(chunks.ms / record.ms) if chunks and chunks.ms and record.ms else ""
         gpu = gpu_of(section, devices, panel.device)
@@ -751,6 +810,7 @@ def draw(section: Section, gpu: str) -> str:
 
 TABLES: Mapping[str, Callable[[Sequence[Record], Mapping[str, str]], str]] = {
     "speeds": speed_table,
+    "peers of speeds": speed_peers,
     "results": whole_tables,
     "menu of results": menu,
     "results on other GPUs": elsewhere_tables,
@@ -792,21 +852,18 @@ def _place(record: Record) -> tuple[str, ...]:
 
 
 def fresh(sources: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
-    """The records of the present code and of clean commits, undisturbed, and names of devices by environment."""
+    """The records of the present code and of clean commits, and names of devices by environment."""
     records: list[Record] = []
     devices: dict[str, str] = {}
     for source in sources:
         environments = load_environments(source)
         devices |= {name: device_name(value) for name, value in environments.items()}
-        clean = [record for record in load([source]) if is_clean(record, environments)]
+        every = mark_large_hosts(load([source]), environments)
+        clean = [record for record in every if is_clean(record, environments)]
         stale = {id(record) for record in clean if record.is_stale}
         # Where our own record is of other code, the others have nobody beside them.
         former = {_place(record) for record in clean if id(record) in stale and record.provider == KERNELS}
-        records += [
-            record
-            for record in clean
-            if id(record) not in stale and _place(record) not in former and not record.disturbed
-        ]
+        records += [record for record in clean if id(record) not in stale and _place(record) not in former]
     return records, devices
 
 

@@ -11,7 +11,7 @@ from statistics import median
 
 from warploom.report.labels import format_seconds
 from warploom.report.panels import STATES, Section
-from warploom.report.rivals import Case, format_ratio, summarize
+from warploom.report.rivals import Case, format_ratio, list_rivals, summarize
 from warploom.report.table import Cell, Table, format_number
 
 RESULTS = {"slower": "faster", "same": "level", "faster": "slower"}
@@ -121,15 +121,18 @@ def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
     """Returns how an operator does on a device, losses included, and which cases that leaves out."""
     compared = [(case, case.pair) for case in cases if case.pair]
     won = sorted(pair.ratio for _, pair in compared if pair.verdict == "slower")
-    level = sum(pair.verdict == "same" for _, pair in compared)
+    level = [pair.ratio for _, pair in compared if pair.verdict == "same"]
     lost = [(case, pair) for case, pair in compared if pair.verdict == "faster"]
-    shares = [case.point.fraction for case in cases if case.point.fraction]
+    shares = [p.fraction for p in (case.point for case in cases) if p.fraction and p.badge == "ok"]
     parts = []
     if compared:
         every = "1 case" if len(compared) == 1 else f"{len(compared)} cases"
         times = f", {' to '.join(dict.fromkeys(map(format_ratio, (won[0], won[-1]))))} times" if won else ""
         parts.append(f"faster than the fastest alternative in {len(won)} of {every}{times}")
-    parts += [f"level in {level}"] if level else []
+    if level:
+        below = sum(ratio < 1 for ratio in level)
+        ends = " to ".join(dict.fromkeys(map(format_ratio, (min(level), max(level)))))
+        parts.append(f"level in {len(level)} ({ends}{f'; {below} nominally slower' if below else ''})")
     if lost:
         case, pair = min(lost, key=lambda entry: entry[1].ratio)
         most = f"up to {format_ratio(1 / pair.ratio)} times the time of {pair.b.provider}"
@@ -148,8 +151,11 @@ def describe(section: Section, cases: Sequence[Case]) -> tuple[str, str]:
     notes = [f"{alone} without an alternative in the same run"] if alone else []
     said_as = {"stale": "measured with earlier code"}
     notes += [f"{states[state]} {said_as.get(state, state)}" for state in STATES[1:] if states[state]]
-    said = f"Not counted: {', '.join(notes)}." if compared else f"{', '.join(notes)}."
-    return text if who else text[0].upper() + text[1:], said if notes else ""
+    said = [f"Not counted: {', '.join(notes)}." if compared else f"{', '.join(notes)}."] if notes else []
+    timed = Counter(name for case in cases if case.point.ms for name, absent in list_rivals(case) if not absent)
+    if any(count < sum(bool(case.point.ms) for case in cases) for count in timed.values()):
+        said.append(f"Cases with each of the others: {', '.join(f'{n} {c}' for n, c in timed.most_common())}.")
+    return text if who else text[0].upper() + text[1:], " ".join(said)
 
 
 def make_case_table(overview: Overview) -> Table:

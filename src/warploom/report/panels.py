@@ -23,6 +23,7 @@ from warploom.bench.records import (
     as_option,
     load,
     load_environments,
+    mark_large_hosts,
     own_provider,
     spell,
 )
@@ -224,7 +225,7 @@ def load_sections(sources: Sequence[Path]) -> list[Section]:
     """Read and arrange the records of sources, which are those of `warploom.report.write_report`."""
     known = {name: value for source in sources for name, value in load_environments(source).items()}
     devices = {name: device_name(environment) for name, environment in known.items()}
-    return arrange(load(sources, every=True), devices)
+    return arrange(mark_large_hosts(load(sources, every=True), known), devices)
 
 
 def arrange(records: Sequence[Record], devices: Mapping[str, str] | None = None) -> list[Section]:

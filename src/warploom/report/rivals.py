@@ -9,7 +9,11 @@ from statistics import median
 
 from warploom.bench.comparison import Pair
 from warploom.bench.records import spell
+from warploom.ops import benches
 from warploom.report.panels import STATES, Panel, Point, Section
+
+NOT_RUN = "not in these runs"
+"""The reason for a provider of the bench that a case has no record of."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,27 @@ class Summary:
         return sum(pair.verdict == "same" for pair in self.pairs)
 
     @property
+    def level_told(self) -> str:
+        """The number of level cases; in how many an alternative's time is below ours ; the least ratio."""
+        below = [pair.ratio for pair in self.pairs if pair.verdict == "same" and pair.ratio < 1]
+        return f"{self.level} ({len(below)}: {format_ratio(min(below))})" if below else str(self.level)
+
+    @property
+    def peers(self) -> Counter[str]:
+        """The number of cases in which each alternative was timed in the run of ours."""
+        return Counter(name for case in self.cases for name, told in list_rivals(case) if not told)
+
+    @property
+    def absent(self) -> dict[str, Counter[str]]:
+        """For each alternative, the reasons for which it has no time beside ours, with their numbers of cases."""
+        found: dict[str, Counter[str]] = {}
+        for case in self.cases:
+            for name, told in list_rivals(case):
+                if told:
+                    found.setdefault(name, Counter())[told] += 1
+        return found
+
+    @property
     def ratios(self) -> str:
         """The median and range of the alternatives' times over ours, as text."""
         ratios = sorted(pair.ratio for pair in self.pairs)
@@ -72,6 +97,24 @@ class Summary:
     def alternatives(self) -> str:
         """The two providers that were most often the fastest alternative."""
         return ", ".join(name for name, _ in Counter(pair.b.provider for pair in self.pairs).most_common(2))
+
+
+def list_rivals(case: Case) -> list[tuple[str, str]]:
+    """Returns the alternatives of a case, each with the reason why it has no time beside ours, if it has none."""
+    section, found = case.section, []
+    lines = case.panel.at(case.mode)
+    bench = benches().get(section.operator.replace("_", "-"))
+    known = [name for name in bench.providers if not bench.runs_kernels(name)] if bench else []
+    out = [section.emphasis, *section.others]
+    for name in dict.fromkeys([*section.rivals, *(name for name in known if name not in out)]):
+        point = lines.get(name, {}).get(case.point.x)
+        if point is None:
+            found.append((name, NOT_RUN))
+        elif not point.ms:
+            found.append((name, point.reason))
+        else:
+            found.append((name, "" if point.record.run == case.point.record.run else "timed in another run"))
+    return found
 
 
 def format_ratio(ratio: float) -> str:
@@ -114,7 +157,7 @@ def summarize_mode(section: Section, panels: Sequence[Panel], device: str, mode:
         operator=section.operator,
         mode=mode,
         device=device,
-        shares=sorted(case.point.fraction for case in cases if case.point.fraction),
+        shares=sorted(p.fraction for p in (case.point for case in cases) if p.fraction and p.badge == "ok"),
         cases=cases,
         counts=count_states(case.point for case in cases),
     )
