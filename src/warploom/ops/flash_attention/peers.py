@@ -415,7 +415,9 @@ def _flash_attn_2(case: Case) -> Provider:
 def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
     """Returns FlashAttention 4, of the package ``flash_attn.cute``."""
     function = _package("flash_attn.cute", case)
-    _need_no_options(case, but=("window", "softcap"))
+    varlen = _package("flash_attn.cute", case, "flash_attn_varlen_func")
+    _need_no_options(case, but=("window", "softcap", "sink", "seqused_k", "packing"))
+    longest = max(PACKINGS[case["packing"]]) if "packing" in case else None
 
     def attend(
         q: Tensor,
@@ -425,13 +427,53 @@ def _flash_attn_4(deterministic: bool, case: Case) -> Provider:
         float32_precision: str | None = None,
         window: Sequence[int | None] = (None, None),
         softcap: float = 0.0,
+        sink: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
     ) -> Tensor:
         if deterministic:
             _need_backward()
-        options = {"causal": causal, "window_size": tuple(window), "softcap": softcap}
-        out = function(q, k, v, **options, deterministic=deterministic)
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+        options = {"causal": causal, "window_size": tuple(window), "softcap": softcap, "learnable_sink": sink}
+        options["deterministic"] = deterministic
+        if cu_seqlens_q is not None:
+            rows = (x.squeeze(0) for x in (q, k, v))
+            bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q}
+            return _first(varlen(*rows, **bounds, max_seqlen_q=longest, max_seqlen_k=longest, **options))[None]
+        if seqused_k is not None:
+            return _first(varlen(q, k, v, seqused_k=seqused_k, **options))
+        return _first(function(q, k, v, **options))
+
+    return attend
+
+
+def _first(results: Any) -> Tensor:
+    """Returns the output of a function that may return more."""
+    out: Tensor = results[0] if isinstance(results, tuple) else results
+    return out
+
+
+def _flash_attn_4_cache(case: Case) -> Provider:
+    """Returns FlashAttention 4 on a cache, which it reads where it lies, with as many splits as it chooses."""
+    varlen = _package("flash_attn.cute", case, "flash_attn_varlen_func")
+    if case["head_dim"] > 256:
+        raise Unsupported("on Hopper the kernel takes 256 features at most")
+    counts, used = zip(*MIXES[case["mix"]]) if "mix" in case else ((1,), (case["m"],))
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+    ) -> Tensor:
+        options: dict[str, Any] = {"seqused_k": seqused_k, "page_table": block_table, "max_seqlen_k": max(used)}
+        options |= {"causal": causal, "num_splits": 0}
+        if cu_seqlens_q is None:
+            return _first(varlen(q, k, v, **options))
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}
+        return _first(varlen(q.squeeze(0), k, v, **options))[None]
 
     return attend
 
@@ -517,8 +559,8 @@ def _cudnn_deterministic(case: Case) -> Provider:
     return attend
 
 
-def _package(module: str, case: Case) -> Callable[..., Any]:
-    """Returns the attention of a package.
+def _package(module: str, case: Case, name: str = "flash_attn_func") -> Callable[..., Any]:
+    """Returns a function of a package, its attention.
 
     Raises:
         Unsupported: It is not installed, or takes no such tensors.
@@ -527,7 +569,7 @@ def _package(module: str, case: Case) -> Callable[..., Any]:
     if case["dtype"] == "float32":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     try:
-        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Unsupported(f"{module} is not installed") from error
     return function
@@ -552,8 +594,9 @@ DECODERS: dict[str, Callable[[Case], Provider]] = {
     "sdpa_cudnn": functools.partial(_decode_sdpa, "CUDNN_ATTENTION"),
     "sdpa_flash": functools.partial(_decode_sdpa, "FLASH_ATTENTION"),
     "sdpa_efficient": functools.partial(_decode_sdpa, "EFFICIENT_ATTENTION"),
+    "flash_attn_4": _flash_attn_4_cache,
 }
-"""Peers for one query. Keys in pages are gathered first: PyTorch has no kernel that reads them where they are."""
+"""Peers for one query. For PyTorch's, keys in pages are gathered first: its kernels do not read them in place."""
 DECODER_BUDGETS = {"torch": 4.0}
 """Its logits have 16 bits: up to 2.5 times our budget."""
 SERVERS: dict[str, Callable[[Case], Provider]] = {
@@ -561,6 +604,7 @@ SERVERS: dict[str, Callable[[Case], Provider]] = {
     "torch_varlen": _served_by_varlen,
     "torch_varlen_invariant": functools.partial(_served_by_varlen, num_splits=1),
     "torch_varlen_gathered": functools.partial(_served_by_varlen, gathered=True),
+    "flash_attn_4": _flash_attn_4_cache,
 }
 """Peers for a server's batch. `torch` and `torch_varlen_gathered` copy the used rows of pages inside the timing."""
 BUDGETS = {"sdpa_efficient": 4.0}

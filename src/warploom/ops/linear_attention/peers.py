@@ -19,29 +19,39 @@ Provider = Callable[..., Outputs]
 
 
 def _fla(case: Case) -> Provider:
-    """Returns the package's kernel for chunks, with its rotary encoding of queries and keys in memory first."""
+    """Returns the package's kernel for chunks, or for a step, behind its rotary encoding of queries and keys.
+
+    Decays of heads that want no gradient are its own argument for them, which has a number for each head.
+    """
     need_cuda("the package")
-    if case["encoding"] == "cosine" or case.get("activation", "none") != "none" or case["n"] == 1:
+    if case["encoding"] == "cosine" or case.get("activation", "none") != "none":
         raise Unsupported("it has rotations alone, and no activation")
     if case["dtype"] == "float32":
         raise Unsupported("the kernel takes float16 and bfloat16 only")
     try:
-        attend = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+        kernels = importlib.import_module("fla.ops.simple_gla")
+        attend = kernels.fused_recurrent_simple_gla if case["n"] == 1 else kernels.chunk_simple_gla
         rotary = importlib.import_module("fla.modules.rotary").rotary_embedding
     except (ImportError, AttributeError) as error:
         raise Unsupported("flash-linear-attention is not installed") from error
     tables: dict[str, Tensor] = {}  # a model has them from the start
 
-    def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Outputs:
         theta, decay = options.get("theta"), options.get("decay")
         if theta is not None:
             if not tables:
-                phi = torch.arange(q.shape[1], device=q.device).double()[:, None] * theta.double()
+                places = options.get("offset", 0) + torch.arange(q.shape[1], device=q.device)
+                phi = places.double()[:, None] * theta.double()
                 tables["cos"], tables["sin"] = phi.cos().to(q.dtype), phi.sin().to(q.dtype)
             q, k = (rotary(x, tables["cos"], tables["sin"]) for x in (q, k))
-        g = None if decay is None else decay.expand(q.shape[:3]).contiguous()
-        out: Tensor = attend(q, k, v, g=g)[0]
-        return out
+        more: dict[str, Any] = {"initial_state": options.get("initial_state")}
+        if decay is not None and decay.dim() == 1 and not decay.requires_grad:
+            more["g_gamma"] = decay
+        elif decay is not None:
+            more["g"] = decay.expand(q.shape[:3]).contiguous()
+        stepped = options.get("return_state", False)
+        out, state = attend(q, k, v, scale=options.get("scale"), output_final_state=stepped, **more)
+        return (out, state) if stepped else out
 
     return run
 
