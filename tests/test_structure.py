@@ -321,8 +321,12 @@ import torch
 start = time.process_time()  # of this process alone, however busy the machine is
 import warploom
 seconds = time.process_time() - start
+start, total = time.process_time(), 0
+for number in range(2_000_000):
+    total += number
 print(json.dumps({
     "seconds": seconds,
+    "loop": time.process_time() - start,
     "triton": [m for m in sys.modules if m.split(".")[0] == "triton"],
     "cuda": torch.cuda.is_initialized(),
 }))
@@ -340,10 +344,11 @@ def test_importing_starts_nothing_and_is_quick() -> None:
     probe = import_probe()
     assert probe["triton"] == []
     assert probe["cuda"] is False
-    seconds = [probe["seconds"]]
-    while seconds[-1] >= 0.15:  # a busy machine is given two more tries
-        assert len(seconds) < 3, seconds
-        seconds.append(import_probe()["seconds"])
+    tries = [probe]
+    # A busy machine is given two more tries, and one that is slow, by a loop of its own, more time.
+    while tries[-1]["seconds"] >= max(0.15, 1.25 * tries[-1]["loop"]):
+        assert len(tries) < 3, tries
+        tries.append(import_probe())
 
 
 @pytest.mark.parametrize(
