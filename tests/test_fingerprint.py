@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiling import output_of
 
 pytest.importorskip("triton")
 
@@ -72,9 +71,10 @@ def test_the_kernel_itself_may_be_renamed(tmp_path: Path) -> None:
 
 MODEL = Path(__file__).parents[1] / "benchmarks" / "transformer.py"
 PLAN = """
-import json, sys, torch
+import contextlib, io, json, sys, torch
 from pathlib import Path
 from warploom.bench.fingerprint import fingerprint, gpu_of
+from warploom.cli import main
 from warploom.ops import benches
 from warploom.testing.specs import load_specs
 
@@ -105,7 +105,13 @@ torch.empty_strided = lambda *sizes, **named: empty(*sizes, **named).fill_(7)  #
 case = {"batch": 1, "n": 64, "heads": 1, "head_dim": 64, "dtype": "bfloat16", "encoding": "none", "theta": "vector"}
 packed = {"decay": "token", "cu_seqlens": [0, 64]}
 found["any values"] = fingerprint(benches()["linear-attention"], case | packed, "warploom", "fwd", H200)
-print(json.dumps(found))
+torch.empty_strided = empty
+common = ["list", "flash-attention", "--explain", "--suite", "shapes", "--case", "head_dim=192"]
+with contextlib.redirect_stdout(io.StringIO()) as explained:
+    main(common)
+    main([*common, "--gpu", "sm_80/108"])
+    main(["list", "attention-decode", "--explain", "--case", "batch=8"])
+print(json.dumps(found | {"explained": explained.getvalue()}))
 """
 
 
@@ -143,18 +149,8 @@ def test_what_launches_nothing_of_ours_has_none(planned: dict[str, Any]) -> None
         assert planned[name] == ""
 
 
-EXPLAIN = """
-from warploom.cli import main
-
-common = ["list", "flash-attention", "--explain", "--suite", "shapes", "--case", "head_dim=192"]
-main(common)
-main([*common, "--gpu", "sm_80/108"])
-main(["list", "attention-decode", "--explain", "--case", "batch=8"])
-"""
-
-
-def test_the_list_says_which_kernels_a_case_takes_and_why(tmp_path: Path) -> None:
-    text = " ".join(output_of(EXPLAIN, tmp_path).split())
+def test_the_list_says_which_kernels_a_case_takes_and_why(planned: dict[str, Any]) -> None:
+    text = " ".join(planned["explained"].split())
     hopper, ampere, decode = re.split("(?:flash-attention|attention-decode) batch", text)[1:]
     assert "forward: HopperForward: The kernel in Gluon" in hopper
     assert "not FusedBackward: 192 features, not 33 to 128" in hopper
