@@ -18,6 +18,9 @@ LOG ?= results/tests.jsonl
 READY := $(VENV)/.ready
 NEWEST := $(addprefix tests/test_,$(addsuffix .py,backend entry examples hub pytorch runtime sdpa tracing transformers transforms))
 
+# Every program that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench lint test test-all test-gpu test-install test-newest docs clean
 
 bench: $(READY)

@@ -1,7 +1,9 @@
 """Which tests run: a sample of the cases of each, or all; a part of them, if one is asked for."""
 
+import math
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 
 import pytest
 import seeds
@@ -9,7 +11,6 @@ import torch
 
 MOST = {"cpu": 1, "cuda": 3}
 """Cases that run in a day of a test of what computes on a device, and for one operator."""
-MARKS = ("sample", "seldom")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -42,6 +43,15 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item in chosen]
     if device == "cuda":
         items.sort(key=_turn)
+    elif not by_name:
+        items.sort(key=lambda item: -_seldom(item)[1])  # no worker has a long test left when others are done
+
+
+def _seldom(item: pytest.Item) -> tuple[int, float]:
+    """Days of which a test runs on one, and the seconds of a CPU that it takes then, as far as is known."""
+    mark = item.get_closest_marker("seldom")
+    days, seconds = mark.args if mark else (1, 0.0)
+    return days, seconds
 
 
 def _turn(item: pytest.Item) -> int:
@@ -63,27 +73,42 @@ def _hash(item: pytest.Item) -> int:
 def _sample(items: list[pytest.Item], device: str) -> set[pytest.Item]:
     """Of every test some cases, at least one, each once in so many days.
 
-    One in ``n`` of ``sample(n)`` runs, and all of ``seldom(n)``, which takes long, on one day in ``n``.
+    One in ``n`` of ``sample(n)`` runs, and all of ``seldom(n, seconds)`` on one day in ``n``.
     """
-    tests: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    tests: defaultdict[tuple[str, str, tuple[int, float]], list[pytest.Item]] = defaultdict(list)
     for item in items:
         operator = item.callspec.params.get("operator") if hasattr(item, "callspec") else None
-        tests[item.nodeid.partition("[")[0], str(getattr(operator, "name", operator))].append(item)
+        name = str(getattr(operator, "name", operator))
+        tests[item.nodeid.partition("[")[0], name, _seldom(item)].append(item)
+    today = seeds.day() + seeds.seed()
+    turns = _turns({cases[0].nodeid: seldom for (_, _, seldom), cases in tests.items()})
     chosen: set[pytest.Item] = set()
-    for cases in tests.values():
+    for (_, _, (days, _)), cases in tests.items():
         runnable = [item for item in cases if not item.get_closest_marker("skip")]
-        chosen.update(item for item in cases if item.get_closest_marker("skip"))
+        chosen.update([item for item in cases if item.get_closest_marker("skip")][:1])  # which says why
         refuses = "_errors.py" in cases[0].nodeid  # in no time, and each case something else
         computes = not refuses and "device" in getattr(cases[0], "fixturenames", ())
-        # What a GPU computes does not take long.
-        named = {} if computes and device == "cuda" else {n: cases[0].get_closest_marker(n) for n in MARKS}
-        if (mark := named.get("seldom")) and (_hash(cases[0]) + seeds.day() + seeds.seed()) % mark.args[0]:
-            continue
-        one_in = mark.args[0] if (mark := named.get("sample")) else 1
+        one_in = 1
+        if not (computes and device == "cuda"):  # what a GPU computes does not take long
+            if today % days != turns[cases[0].nodeid]:
+                continue
+            mark = cases[0].get_closest_marker("sample")
+            one_in = mark.args[0] if mark else 1
         if computes:
             one_in = max(one_in, -(-len(runnable) // MOST[device]))
         # In an order of their own, in which the values of a parameter do not come by turns.
         runnable.sort(key=_hash)
-        first = (seeds.day() + seeds.seed()) % max(min(one_in, len(runnable)), 1)
+        first = today // days % max(min(one_in, len(runnable)), 1)
         chosen.update(runnable[first::one_in])
     return chosen
+
+
+def _turns(seldom: Mapping[str, tuple[int, float]]) -> dict[str, int]:
+    """For each test the day, of its ``n``, on which it runs: every day has as much to do as any other."""
+    work = [0.0] * math.lcm(*(days for days, _ in seldom.values()))
+    turns: dict[str, int] = {}
+    for test, (days, seconds) in sorted(seldom.items(), key=lambda each: (-each[1][1], each[0])):
+        turns[test] = min(range(days), key=lambda day: (max(work[day::days]), sum(work[day::days])))
+        for day in range(turns[test], len(work), days):
+            work[day] += seconds
+    return turns

@@ -237,6 +237,7 @@ def test_the_quick_suite_has_fewer_providers_and_modes_unless_they_are_named(tmp
     ]
 
 
+@pytest.mark.seldom(3, 4)
 def test_resume_measures_only_what_is_missing_or_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[str, tuple[str, ...]]] = []
     whole = runner.evaluate

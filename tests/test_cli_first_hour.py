@@ -94,6 +94,7 @@ def test_a_shells_completions_come_from_the_parser() -> None:
         assert "profile" in shtab.complete(make_parser(), shell)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("words", ["list", "list lrpe-rotate", "--help", "help bench"])
 def test_a_reader_that_has_seen_enough_is_no_error(words: str) -> None:
     read, write = os.pipe()
@@ -172,6 +173,7 @@ def test_a_run_says_how_many_cases_it_has_and_how_long_that_is(capsys: pytest.Ca
     assert bench_command._how_long(units, "cuda").endswith(" min")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("load", "gpu", "words"),
     [

@@ -344,7 +344,7 @@ BENCHES = (toy.make_bench(torch=slow),)
 """
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 9)
 def test_a_run_that_is_killed_torn_and_interrupted_goes_on_where_it_was() -> None:
     Path("slow.py").write_text(SLOW)
     words = shlex.split("bench --device cpu --spec slow.py --no-report --mode fwd --output here --resume")

@@ -181,6 +181,7 @@ BENCHES = (replace(toy.make_bench(), name="slow", operator=OPERATOR),)
 '''
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("late", ["before anything is compiled", "while the processes start", "in a unit"])
 def test_processes_are_ended_when_the_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None, late: str

@@ -176,7 +176,7 @@ def test_forward_mode(operator: Operator, case: Case, backend: str, device: torc
 @pytest.mark.sample(3)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @cases("triton", select=lambda operator, case: case[operator.length] < 1000, at_most=12)
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 3)
 def test_integers_wrap_where_they_are_meant_to(
     operator: Operator, case: Case, backend: str, checked_integers: None, device: torch.device
 ) -> None:
@@ -337,7 +337,7 @@ def has_free_length(operator: Operator, case: Case) -> bool:
 @pytest.mark.sample(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @cases(*BACKENDS, select=has_free_length, at_most=4 if ON_GPU else 1)
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 2)
 def test_a_new_length_or_offset_retraces_nothing(
     operator: Operator, case: Case, backend: str, device: torch.device
 ) -> None:

@@ -23,10 +23,10 @@ from warploom.distributed.balance import Piece, balance
 from warploom.distributed.layout import chunks_of, close_bounds
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("checks", [context_parallel_checks, context_parallel_refusals])
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(6, 45)
 def test_on_all_ranks(checks: Any, world: int) -> None:
     found = run_checks(checks.__name__, world)
     assert not any(found.values()), "\n".join(f"{name}: {error}" for name, error in found.items() if error)
@@ -176,6 +176,7 @@ def send_gradients(steps: list[Step], seen: list[list[torch.Tensor]], returned: 
             move(tokens, sender.grad_send[b], returned[b], receiver.grad_recv[a])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rows_travel_once_and_gradients_return(world: int, layout: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks import context_parallel
 from warploom.bench import Record, run_bench
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 26)
 def test_a_trial_on_two_ranks(tmp_path: Path, quick_measurements: None, own_registry: None) -> None:
     results = run_bench(
         context_parallel.BENCH,

@@ -187,6 +187,7 @@ def test_the_gradient_of_a_state_alone(of_state: bool, decay: str | None, device
 
 @backends
 @decays
+@pytest.mark.seldom(3, 6)
 def test_packed_sequences_are_each_alone(decay: str | None, backend: str, device: torch.device) -> None:
     """With rows of NaN behind the last, which are zero in all results, and have no gradient."""
     bounds = [0, 33, 33, 34, 70, 97]
@@ -226,6 +227,7 @@ def test_packed_sequences_are_each_alone(decay: str | None, backend: str, device
 
 @needs_triton
 @pytest.mark.parametrize("part", range(8))
+@pytest.mark.seldom(3, 4)
 def test_random_cases(part: int, device: torch.device) -> None:
     """Sizes and options at random, forward and backward, against float64."""
     generator = seeds.generator(110 + part)
@@ -404,6 +406,7 @@ def test_results_have_the_memory_order_of_values(device: torch.device) -> None:
 
 
 @needs_triton
+@pytest.mark.seldom(3, 4)
 def test_entries_of_a_large_batch_are_taken_in_pieces(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def tensors(device: torch.device, tokens: int, batch: int = 1, heads: int = 4, d
     return {"q": q, "k": k, "v": v, "beta": beta, "decay": -0.3 * decay, "normalize": True, "backend": "triton"}
 
 
+@pytest.mark.seldom(3, 4)
 def test_decays_may_be_of_any_strength(launched: list[str], device: torch.device) -> None:
     """Borders at both ends of a chunk and of its halves, and many in a row: what follows begins anew."""
     call = tensors(device, 200)

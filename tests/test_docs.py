@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import processes
 import pytest
@@ -73,6 +74,22 @@ def _checkout(
 
 MEASURING = ("measuring.md", "writing-an-operator.md")
 """Pages with a bench, for which a share of a GPU is too small."""
+LONG = {
+    "writing-an-operator.md": 12,
+    "accuracy.md": 7,
+    "in-your-own-training-loop.md": 5,
+    "export.md": 3,
+    "integrations.md": 3,
+    "measuring.md": 3,
+    "tpa-with-a-small-cache.md": 2,
+    "vit-with-2d-lrpe.md": 2,
+}
+"""Pages that do not run every day, with their seconds."""
+
+
+def page(path: Path) -> Any:
+    seldom = [pytest.mark.seldom(4, LONG[path.name])] if path.name in LONG else []
+    return pytest.param(path, marks=[*seldom, *([pytest.mark.alone] if path.name in MEASURING else [])])
 
 
 QUIET = pytest.mark.filterwarnings("error::warploom.BackendWarning")
@@ -80,11 +97,7 @@ QUIET = pytest.mark.filterwarnings("error::warploom.BackendWarning")
 
 
 @pytest.mark.usefixtures("_checkout")
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.alone] if path.name in MEASURING else []) for path in DOCUMENTS],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("path", map(page, DOCUMENTS), ids=lambda path: str(path.relative_to(ROOT)))
 @QUIET
 def test_examples_run(path: Path) -> None:
     if path.parent.name == "flash_attention":
@@ -180,7 +193,7 @@ def test_links_of_a_guide_lead_somewhere(folder: str, hooks: ModuleType) -> None
             assert (ROOT / "docs" / "operators" / path).resolve().is_file() or path in pages
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 12)
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     environment = processes.environment(NO_MKDOCS_2_WARNING="1")

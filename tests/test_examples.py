@@ -100,6 +100,7 @@ def test_a_context_of_any_length() -> None:
         train("--output", "run", "--context-length", "48")
 
 
+@pytest.mark.seldom(3, 5)
 def test_the_loss_falls_and_the_model_writes(capsys: pytest.CaptureFixture[str]) -> None:
     import generate
     import train_lm
@@ -144,7 +145,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "name", ["train_lm.py", "generate.py", "serve.py", "loss_parity.py", "linear_and_softmax.py", "attentions.py"]
 )
@@ -192,6 +193,7 @@ def test_a_trained_model_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[2 requests, 8 bytes in " in capsys.readouterr().out
 
 
+@pytest.mark.seldom(3, 4)
 def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> None:
     import loss_parity
 
@@ -211,6 +213,7 @@ def test_loss_curves_of_two_attentions(capsys: pytest.CaptureFixture[str]) -> No
     assert len(Path("out/losses.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.seldom(3, 3)
 def test_linear_and_softmax_attention_by_length(capsys: pytest.CaptureFixture[str]) -> None:
     import linear_and_softmax
 

@@ -185,6 +185,7 @@ def test_caps_of_logits(dtype: torch.dtype, softcap: float, backend: str, device
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.seldom(3, 7)
 def test_entries_have_lengths_of_their_own(dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """As if each were alone with its keys, whatever lies behind these; gradients there are zero."""
     used = [150, 1, 0, 64, 70]

@@ -155,6 +155,7 @@ def test_pages(dtype: torch.dtype, options: dict[str, Any], page_size: int, devi
 
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.seldom(3, 3)
 def test_caches_with_any_strides(dtype: torch.dtype, device: torch.device) -> None:
     inputs = random_inputs(device, 2, LONG, batch=3, heads=6, key_heads=2, dtype=dtype, d=32)
     q, k, v = (x.detach() for x in inputs.values())
@@ -292,7 +293,7 @@ for values in (16, 32):
 """
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 6)
 def test_narrow_values_are_read_from_shared_memory(tmp_path: Path) -> None:
     """Compiled for Hopper: rows at odd places, of which the assembler loses the address in tiles of 64 queries."""
     printed = output_of(NARROW, tmp_path)

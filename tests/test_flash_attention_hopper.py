@@ -200,6 +200,7 @@ def test_many_tiles(
 @pytest.mark.parametrize("options", [{}, {"window": (None, 3)}, {"cu_seqlens_q": [0, 70, 151]}], ids=str)
 @pytest.mark.parametrize(("dtype", "logit"), [(torch.float16, -20.0), (torch.bfloat16, -150.0)])
 @pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.seldom(3, 4)
 def test_places_behind_the_last_key_have_no_weight(
     d: int, dtype: torch.dtype, logit: float, options: dict[str, Any], together: bool, launched: list[str],
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
@@ -274,7 +275,7 @@ def test_a_chunk_has_the_results_of_the_whole(
     assert together is ("hopper_backward_kernel" in launched)
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 5)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("causal", [False, True])
@@ -418,6 +419,7 @@ def test_options(
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("options", [OPTIONS[i] for i in (1, 4, 7, 9, 11, 12)], ids=str)
+@pytest.mark.seldom(3, 3)
 def test_options_where_loops_are_split(
     options: dict[str, Any], d: int, e: int, tiled: None, launched: list[str], device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -671,6 +673,7 @@ def packed_inputs(device: torch.device, packing: str, *, draw: int = 0, **option
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.seldom(3, 5)
 def test_packed_sequences(
     options: dict[str, Any], packing: str, heads: int, key_heads: int, d: int, e: int, dtype: torch.dtype,
     spread: None, together: bool, launched: list[str], device: torch.device,

@@ -105,6 +105,7 @@ CASES: tuple[dict[str, Any], ...] = (
 @pytest.mark.sample(4)
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.seldom(3, 5)
 def test_one_row_for_all_heads(case: dict[str, Any], device: torch.device) -> None:
     assert_right(draw_call(device, **case))
 
@@ -122,6 +123,7 @@ def test_a_sink_and_lengths(device: torch.device) -> None:
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("size", [None, 16, 24, 64])
 @pytest.mark.parametrize("heads", [16, 24, 70])
+@pytest.mark.seldom(4, 10)
 def test_a_server_s_batch(heads: int, size: int | None, device: torch.device) -> None:
     """Prompts, single tokens, a few, and none; rows behind them are 0."""
     call = packed_call(device, [5, 1, 0, 2, 1], [40, 150, 20, 2, 1], size, heads=heads, causal=True)
@@ -135,6 +137,7 @@ def test_a_server_s_batch_with_all_options(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("many_chunks")
+@pytest.mark.seldom(3, 3)
 def test_bits_of_values_in_their_own_memory(device: torch.device) -> None:
     """Values in the memory of keys, and elsewhere: two kernels, which a plan does not confuse."""
     call = draw_call(device, m=150, batch=1, causal=True)
@@ -150,6 +153,7 @@ def test_bits_of_values_in_their_own_memory(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.seldom(3, 5)
 def test_bits_do_not_depend_on_the_batch(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a program takes one chunk, in a batch several or all of them."""
     from warploom.ops.flash_attention.triton import launch_decode as decode
@@ -184,6 +188,7 @@ def test_pages_that_a_table_does_not_have_are_not_read(device: torch.device) -> 
 
 
 @pytest.mark.usefixtures("many_chunks")
+@pytest.mark.seldom(4, 8)
 def test_bits_do_not_depend_on_the_width_of_a_table(device: torch.device) -> None:
     """Nor on the sequences whose pages are longer, and the place of a sequence among them."""
     assert_alone_as_among_others(device, heads=16)
@@ -295,6 +300,7 @@ def test_hopper_on_a_server_s_batch(
 
 
 @pytest.mark.usefixtures("many_chunks")
+@pytest.mark.seldom(3, 4)
 def test_hopper_s_bits_do_not_depend_on_the_batch(
     launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +321,7 @@ def test_hopper_s_bits_do_not_depend_on_the_batch(
 
 
 @pytest.mark.usefixtures("many_chunks")
+@pytest.mark.seldom(4, 7)
 def test_hopper_s_bits_do_not_depend_on_the_width_of_a_table(launched: list[str], device: torch.device) -> None:
     assert_alone_as_among_others(device, heads=17)
     assert "hopper_latent_kernel" in launched

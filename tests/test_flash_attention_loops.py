@@ -111,6 +111,7 @@ NOT_WAITING = {"query_kernel", "hopper_query_kernel", "hopper_shared_query_kerne
 """Kernels that write before the launch before theirs has ended, where they are launched early."""
 
 
+@pytest.mark.seldom(3, 4)
 def test_no_allocation_is_before_a_launch_that_does_not_wait() -> None:
     # With deterministic algorithms PyTorch fills memory where it is allocated: parts of results became NaN again.
     command = [sys.executable, "-c", ALLOCATIONS_AND_LAUNCHES]
@@ -297,6 +298,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("short", [0, 2**30])
+@pytest.mark.seldom(3, 3)
 def test_no_length_batch_window_or_scale_is_a_constant(
     short: int, launches: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -527,6 +527,7 @@ def test_a_mask_is_pickled_and_moved() -> None:
 
 @pytest.mark.sample(2)
 @backends
+@pytest.mark.seldom(4, 22)
 def test_masks_and_biases_are_compiled(backend: Any, device: torch.device, fresh_dynamo: None) -> None:
     """Other sizes than the first are other graphs or the same, and give what eager calls do."""
 

@@ -79,7 +79,7 @@ def test_writing_counts_as_a_change(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 1)
 def test_compiled(device: torch.device) -> None:
     def step(out: Tensor, **call: Any) -> Tensor:
         return flash_attention(**call, out=out, backend="triton") + 1

@@ -152,6 +152,7 @@ def test_bits_do_not_depend_on_the_size_of_pages(device: torch.device) -> None:
     ("most", "shape"), [(41, {}), (700, {}), (900, {"features": 64, "values": 64, "counts": PROMPTS})]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.seldom(3, 5)
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, most: int, shape: dict[str, Any], device: torch.device
 ) -> None:

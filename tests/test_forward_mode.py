@@ -290,6 +290,7 @@ def test_models(attention: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["flash", "plain"])
+@pytest.mark.seldom(3, 3)
 def test_a_layer_in_the_dtype_of_kernels(implementation: str, device: torch.device) -> None:
     """On a GPU rotary positions and attention are one operator."""
     layer = Attention(64, 2, position=RotaryEmbedding(32), implementation=implementation).to(device)

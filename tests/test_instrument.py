@@ -264,7 +264,7 @@ def test_a_spec_without_what_the_command_is_about_says_so(
     assert "defines no OPERATORS" in capsys.readouterr().err
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 12)
 @interpreted
 def test_check_in_several_processes_says_the_same(
     tritons_interpreter: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -461,6 +461,7 @@ class Cpus:
 
 
 @pytest.mark.usefixtures("quick_measurements")
+@pytest.mark.seldom(3, 4)
 def test_other_programs_on_a_cpu_are_said_and_disturb_what_is_timed_from_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

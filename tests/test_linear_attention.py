@@ -202,6 +202,7 @@ def test_a_state_of_any_strides(tokens: int, device: torch.device) -> None:
 
 
 @needs_triton
+@pytest.mark.seldom(3, 5)
 def test_chunks_handed_over_are_one_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few heads: a sequence is cut, states of chunks are made and handed over, forward and backward."""
     from planned_calls import forget_plans
@@ -273,6 +274,7 @@ def test_a_batch_changes_no_bits(backend: str, device: torch.device) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("entries", [33, 160])
+@pytest.mark.seldom(3, 6)
 def test_a_batch_changes_no_bits_of_a_step(
     entries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,7 +654,7 @@ for build in builds.values():
 """
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 24)
 @needs_triton
 def test_products_read_what_is_in_shared_memory(tmp_path: Path) -> None:
     """On Hopper products of a warp group read through addresses, which the assembler may lose."""
@@ -683,7 +685,7 @@ for variant in builds.values():
 """
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 28)
 @needs_triton
 def test_large_states_without_causality_fit_in_shared_memory(tmp_path: Path) -> None:
     """What all tiles multiply with, the compiler holds there, of any size."""
@@ -723,6 +725,7 @@ print(kernels(causal=False), kernels(causal=False, features=96))
 
 
 @needs_triton
+@pytest.mark.seldom(3, 4)
 def test_which_calls_take_the_kernels_for_hopper(tmp_path: Path) -> None:
     printed = output_of(HOPPER, tmp_path)
     lines = printed.splitlines()

@@ -302,7 +302,7 @@ for function, features in ((lrpe_rotate, 64), (lrpe_cosine, 128)):
 """
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 22)
 def test_programs_that_wait_fit_the_smallest_gpu(tmp_path: Path) -> None:
     """More programs than run at once are refused: 64 K registers, 100 KiB of shared memory."""
     printed = output_of(FITTING, tmp_path)

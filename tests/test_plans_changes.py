@@ -589,7 +589,7 @@ def test_tensors_of_other_kinds_are_refused(kind: str, device: torch.device) -> 
     refuse_every_kind(kind, device)
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 8)
 def test_nested_tensors_are_refused() -> None:
     """In a process of its own: what asks such a tensor for its sizes in C ends it."""
     script = "import conftest, torch; from test_plans_changes import *; "

@@ -170,7 +170,7 @@ print("done")
 """
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 19)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_operators_run_without_names_that_are_not_public(tmp_path: Path, device: torch.device) -> None:
     program = tmp_path / "public.py"

@@ -63,7 +63,7 @@ BACKEND = None if HAS_TRITON else "auto"
 
 @pytest.mark.parametrize("operator", RUNNABLE)
 def test_random_calls_are_right(operator: str, request: pytest.FixtureRequest) -> None:
-    usual = 60 if ON_GPU or request.config.getoption("--all") else 20
+    usual = 60 if ON_GPU or request.config.getoption("--all") else 12
     source = Source(SEED, (operator,), small=not ON_GPU)
     plan = Plan(source, "cuda" if ON_GPU else "cpu", BACKEND, float(SECONDS or usual) / len(RUNNABLE))
     outcome = search(plan)
@@ -576,6 +576,7 @@ def test_pytorch_is_held_to_its_own_sums_of_a_batch(monkeypatch: pytest.MonkeyPa
 # ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.seldom(3, 5)
 def test_what_fails_prints_a_line_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -623,7 +624,7 @@ def test_mistakes_are_status_2(words: str, message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(4, 11)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_kernels_of_random_calls_are_compiled() -> None:
     tool = Path(__file__).parents[1] / "tools" / "random_calls.py"
@@ -642,6 +643,7 @@ def test_kernels_of_random_calls_are_compiled() -> None:
     assert "--compile 33: expected one of 80" in run("--compile", "33").stderr
 
 
+@pytest.mark.seldom(4, 6)
 def test_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan(Source(1, ("lrpe_rotate", "tpa_decode"), small=True), "cpu", "torch", seconds=1.0, workers=2)
     seen: list[int] = []

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 WORDS = ["--small", "--requests", "5", "--seed", "5"]
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 5)
 @pytest.mark.parametrize("bits", ["batch", "chunks"])
 def test_bits_are_those_of_requests_alone(bits: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert random_requests.main([*WORDS, "--bits", bits]) == 0
@@ -28,7 +28,7 @@ def test_bits_are_those_of_requests_alone(bits: str, capsys: pytest.CaptureFixtu
     assert (counted["bits"], counted["seed"]) == (bits, 5)
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 5)
 def test_what_depends_on_the_batch_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

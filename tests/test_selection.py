@@ -1,6 +1,7 @@
 """Which tests run, and what a run leaves in its log."""
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,21 @@ import selection
 
 
 def made(
-    name: str, cases: int, sample: int | None = None, operator: str | None = None, computes: bool = True
+    name: str,
+    cases: int,
+    sample: int | None = None,
+    operator: str | None = None,
+    computes: bool = True,
+    seldom: tuple[int, float] | None = None,
 ) -> Any:
-    marker = None if sample is None else SimpleNamespace(args=(sample,))
+    given = {"sample": sample and (sample,), "seldom": seldom}
+    markers = {kind: SimpleNamespace(args=arguments) for kind, arguments in given.items() if arguments}
     return [
         SimpleNamespace(
             nodeid=f"tests/test_{name}.py::test[{operator}-{case}]",
             fixturenames=["device"] if computes else [],
             callspec=SimpleNamespace(params={"operator": SimpleNamespace(name=operator)} if operator else {}),
-            get_closest_marker={"sample": marker}.get,
+            get_closest_marker=markers.get,
         )
         for case in range(cases)
     ]
@@ -43,7 +50,10 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(
         "of another": made("operators", 2, operator="b"),
         "messages": made("messages", 50, computes=False),
         "mistakes": made("any_errors", 50),
+        "long": made("long", 6, sample=2, seldom=(2, 9.0)),
+        "one that takes long": made("one", 1, seldom=(3, 9.0)),
     }
+    seldom = ("long", "one that takes long")
     tests = {name: [Item(**vars(item)) for item in items] for name, items in tests.items()}
     seen: dict[str, set[str]] = {name: set() for name in tests}
     for day in range(20261101, 20261140):
@@ -51,9 +61,19 @@ def test_every_test_has_some_cases_each_day_and_every_case_its_day(
         chosen = selection._sample([item for items in tests.values() for item in items], on)
         for name, items in tests.items():
             today = {item.nodeid for item in items if item in chosen}
-            assert 1 <= len(today) <= (50 if name in ("messages", "mistakes") else 3), name
+            assert len(today) <= (50 if name in ("messages", "mistakes") else 3), name
+            assert today or (on == "cpu" and name in seldom), name
             seen[name] |= today
     assert {name: len(ids) for name, ids in seen.items()} == {name: len(items) for name, items in tests.items()}
+
+
+def test_every_day_has_as_much_to_do() -> None:
+    draw = random.Random(seeds.seed())
+    seldom = {str(test): (draw.choice((1, 2, 3, 4)), draw.uniform(1.0, 30.0)) for test in range(60)}
+    turns = selection._turns(seldom)
+    assert all(0 <= turns[test] < days for test, (days, _) in seldom.items())
+    work = [sum(s for test, (n, s) in seldom.items() if day % n == turns[test]) for day in range(24)]
+    assert max(work) < 1.05 * sum(work) / len(work)
 
 
 def test_parts_are_the_whole() -> None:

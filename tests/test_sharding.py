@@ -33,7 +33,7 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     ]
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 53)
 def test_on_four_and_then_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All checks, one of which trains: four ranks begin, two go on, with the losses of one."""
     for world in (4, 2):
@@ -52,7 +52,7 @@ def test_on_four_and_then_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatc
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(6, 16)
 def test_a_killed_rank_ends_the_run_and_leaves_whole_checkpoints(folder: Path) -> None:
     output = folder / "killed"
     words = [*checks.WORDS.split(), "--steps", "100000", "--text", str(folder / "text.py"), "--output", str(output)]

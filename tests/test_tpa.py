@@ -448,7 +448,7 @@ def test_weights_that_cannot_change_have_no_gradient(device: torch.device, featu
     assert all(x.abs().max() <= 8 * roundoff for x in gradients)
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(4, 4)
 @pytest.mark.sample(2)
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -172,7 +172,7 @@ def test_sizes_that_fill_no_tile(
 
 @pytest.mark.sample(3)
 @ranks
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(4, 10)
 def test_nothing_behind_the_valid_entries_is_looked_at(
     device: torch.device, model: Any, rank: int, launched: list[str]
 ) -> None:

@@ -76,7 +76,7 @@ def test_decoding_with_expanded_factors(device: torch.device, sizes: dict[str, A
     assert_decodes(expanded(device, **sizes), strategy)
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(4, 9)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_expanded_factors(device: torch.device, dtype: torch.dtype) -> None:
@@ -207,7 +207,7 @@ def test_decoding_with_elements_far_apart(far: Tensor, device: torch.device, str
     assert_decodes(far_apart(far, device, tokens=2, rank_k=2, rank_v=2), strategy)
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(4, 8)
 def test_attention_with_elements_far_apart(far: Tensor, device: torch.device) -> None:
     assert_attends(far_apart(far, device, tokens=9, keys=9, heads=2, rank_k=2, rank_v=2))
 

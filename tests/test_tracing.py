@@ -157,6 +157,7 @@ def with_gradients(run: Callable[..., Any], inputs: Tensors) -> Tensors:
 
 @pytest.mark.sample(5)
 @calls
+@pytest.mark.seldom(3, 5)
 def test_compiled_for_any_size(call: Call, backend: str, device: torch.device) -> None:
     run, counter = call.run(backend), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
@@ -252,6 +253,7 @@ torch.save(program(*torch.load(sys.argv[2])), sys.argv[2])
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the registered operators run Triton kernels")
+@pytest.mark.seldom(4, 6)
 def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device: torch.device) -> None:
     class Rotated(nn.Module):
         def forward(self, x: Tensor, theta: Tensor) -> Tensor:
@@ -280,7 +282,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(3, 4)
 def test_layers(way: str, name: str, device: torch.device) -> None:
     made = LAYERS[name]
     layer = made.make().to(device)
@@ -304,7 +306,7 @@ def parameter_gradients(layer: nn.Module, outputs: Any) -> Tensors:
     return torch.autograd.grad(first, list(layer.parameters()), torch.cos(3 * first.detach()))
 
 
-@pytest.mark.seldom(3)
+@pytest.mark.seldom(6, 22)
 def test_views_of_a_projection_compiled_for_any_size(device: torch.device) -> None:
     """Whose backward must know the memory order of gradients that it views."""
 
@@ -428,6 +430,7 @@ print(counter.get_total_flops())
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.seldom(4, 5)
 def test_operations_of_the_first_call(device: torch.device) -> None:
     """A counter that was imported and made after the operators."""
     environment = processes.environment()

@@ -52,6 +52,7 @@ def run(
     return outcome.records
 
 
+@pytest.mark.seldom(3, 3)
 def test_every_model_in_every_mode_is_a_record_and_a_row() -> None:
     records = run(CASE, CASE | {"size": "md"}, providers=["warploom", "torch", "warploom_tpa"])
     modes = ("fwd", "fwd_bwd", "train")
@@ -162,6 +163,7 @@ def test_transformers_llama_is_a_model_of_the_same_shape() -> None:
     assert loss(tokens, tokens).item() == pytest.approx(9.21, abs=0.1)  # ln 10 000: random weights know nothing
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("provider", transformer.ATTENTIONS)
 def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if provider == transformer.LLAMA:
@@ -185,6 +187,7 @@ def test_the_loss_is_compiled_with_the_model(provider: str, monkeypatch: pytest.
     assert len(results) == 1  # the loss, and no logits
 
 
+@pytest.mark.seldom(4, 8)
 def test_a_profile_is_a_timeline_and_its_sums(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +323,7 @@ def test_on_a_gpu_memory_is_counted_and_recorded(capsys: pytest.CaptureFixture[s
     assert Path("out/memory-warploom.pickle").stat().st_size > 0
 
 
+@pytest.mark.seldom(3, 3)
 def test_requests_are_served_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     case = llama.TRIAL

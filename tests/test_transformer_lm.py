@@ -247,6 +247,7 @@ def test_checkpointing_changes_no_gradient(device: torch.device) -> None:
     ("name", "position"),
     [("flash", "rotate"), ("flash", "cosine"), ("tpa", "rotate"), ("linear", "rotate"), ("delta", "none")],
 )
+@pytest.mark.seldom(3, 5)
 def test_the_compiler_sees_one_graph(name: str, position: str, device: torch.device) -> None:
     model, tokens = make(device, attention=name, layers=1, position=position), text(2, 12, device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -213,9 +213,9 @@ def test_full_attention_of_a_decoder() -> None:
     close(ours(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], wanted)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 9)
 def test_training_with_checkpoints_and_a_compiler(place: str) -> None:
     eager, ours = pair_of("llama")
     ids, given = ids_of(), PLACES[place]
@@ -230,6 +230,7 @@ def test_training_with_checkpoints_and_a_compiler(place: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.seldom(3, 9)
 def test_a_compiled_step_with_a_static_cache(side: str) -> None:
     """As ``generate`` compiles it on a GPU: masks are made ahead, and the step is one graph."""
     eager, ours = pair_of("llama")
@@ -252,7 +253,7 @@ def draw_requests() -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
 def test_tokens_of_continuous_batching(name: str, rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +454,7 @@ def test_matrices_are_read_once_and_known_masks_stay_without(monkeypatch: pytest
     assert bool(given[-1]["mask"].dense()[..., 0].all())
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(6, 20)
 def test_a_matrix_in_a_compiled_model_and_in_inference_mode() -> None:
     eager, ours = pair_of("llama")
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -752,7 +753,7 @@ def test_rotary_positions(name: str, place: str) -> None:
         assert ((x.grad - y.grad).abs().max() / (x.grad.abs().max() + 1e-6)) < 1e-3
 
 
-@pytest.mark.seldom(2)
+@pytest.mark.seldom(4, 8)
 def test_rotary_positions_of_generated_tokens_and_compiled_layers() -> None:
     eager, ours = pair_of("llama", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
     integration.patch_rotary(ours)

@@ -136,6 +136,7 @@ def test_gradients() -> None:
 @pytest.mark.sample(4)
 @models
 @torch.no_grad()
+@pytest.mark.seldom(4, 33)
 def test_compiled_models(name: str) -> None:
     """With a cache; what is compiled calls our functions, not those of the module that the layer is from."""
     _, ours = pair_of(name)

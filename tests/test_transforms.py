@@ -206,6 +206,7 @@ def dual_of(run: Run, *inputs: Tensor) -> Any:
     ("name", "backend"),
     [(name, b) for name, b in ON_BOTH if name in ("flash_attention", "linear_attention", "lrpe_rotate")],
 )
+@pytest.mark.seldom(3, 8)
 def test_compiled_transforms(name: str, backend: str, device: torch.device) -> None:
     run, inputs = call(name, backend, device)
     torch._dynamo.reset()

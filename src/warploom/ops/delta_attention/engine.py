@@ -330,8 +330,8 @@ def _decode(
 ) -> Tensor | None:  # fmt: skip
     """Writes the gradients of queries and keys; returns that of theta if it is wanted.
 
-    ``rows`` are a plan, what was encoded, what it was encoded to, the gradient of that, and where its own goes. Rows
-    may be divided by their lengths before or after they are rotated.
+    ``rows`` are a plan, what was encoded, what it was encoded to, the gradient of that, and where its own goes.
+    Rows may be divided by their lengths before or after they are rotated.
     """
     theta, turns = inputs.theta, LrpeOptions(kind=options.kind, activation="none")
     dtheta: Tensor | None = None
