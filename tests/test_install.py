@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def test_every_command_of_an_extra_runs(extra: str, wheel: Path, tmp_path: Path)
         run_commands(extra, made / "bin", tmp_path)
     finally:
         shutil.rmtree(made, ignore_errors=True)  # gigabytes
+
+
+@pytest.mark.install
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "environment")], check=True)
+    python = str(tmp_path / "environment" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "setuptools>=77"], check=True)
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([python, "-c", program, str(tmp_path)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    build = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(archive)]
+    subprocess.run(build, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    ours, theirs = (zipfile.ZipFile(each) for each in (wheel, built))
+    assert sorted(ours.namelist()) == sorted(theirs.namelist())
+    assert all(ours.read(name) == theirs.read(name) for name in ours.namelist())
 
 
 def run_commands(extra: str, programs: Path, folder: Path) -> None:
