@@ -25,7 +25,9 @@ MIN_ROUNDS, MAX_ROUNDS = 15, 200
 CASE_MS = 20_000.0
 """Milliseconds that all calls of a case may take together."""
 BRIEF_CASE_MS = 300.0
-"""Milliseconds that all calls of a case may take in the suite ``quick``, whose slow calls have fewer rounds."""
+"""Milliseconds that all calls of a case may take in the suite ``quick``, which has fewer rounds."""
+SAMPLE_MS = 1.5
+"""Milliseconds that a sample of a call takes besides the call: caches are overwritten, and the host waits."""
 HOST_SHARE = 1 / 100
 """The part of a case's time that each call may take to find its host time."""
 FLOOR_ROUNDS = 3
@@ -243,7 +245,7 @@ def _rounds(estimate_ms: Mapping[str, float], case_ms: float) -> dict[str, int]:
     share_ms = case_ms / max(len(estimate_ms), 1)  # what one call may take
     quick = {name: ms for name, ms in estimate_ms.items() if ms * MIN_ROUNDS <= share_ms}
     wanted = math.ceil(TARGET_MS / max(min(quick.values(), default=1.0), 1e-3))
-    affordable = int(case_ms / max(sum(quick.values()), 1e-3))
+    affordable = int(case_ms / max(sum(quick.values()) + SAMPLE_MS * len(quick), 1e-3))
     rounds = min(max(MIN_ROUNDS, min(wanted, affordable)), MAX_ROUNDS)
     return {
         name: rounds if name in quick else max(FLOOR_ROUNDS, int(share_ms / ms)) for name, ms in estimate_ms.items()
