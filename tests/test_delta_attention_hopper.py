@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from planned_calls import forget_plans
 
 from warploom import delta_attention
 from warploom.ops.delta_attention.bench import OPERATOR
+from warploom.ops.delta_attention.hopper import launch
 from warploom.runtime.backend import HAS_TRITON
 from warploom.testing.conformance import check_case
 
@@ -21,6 +23,7 @@ CASES: list[dict[str, Any]] = [
     {"n": 130, "encoding": "rotate", "normalize": True, "key_heads": 1, "offset": 5, "decay": "head"},
     {"n": 70, "encoding": "rotate", "interleaved": True, "layout": "bhnd", "value_dim": 192, **STATES},
     {"n": 400, "decay": "head", "normalize": True, "batch": 1, "heads": 1, "key_heads": 1, **STATES},
+    {"n": 100, "decay": "head", "normalize": True, "batch": 1, "heads": 6, "key_heads": 2},
 ]
 
 
@@ -76,7 +79,22 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(launched: list[str], devi
         assert torch.equal(delta_attention(**call), whole)
     one = {name: call[name][1:2] for name in ("q", "k", "v", "beta", "decay")}
     assert torch.equal(delta_attention(**{**call, **one}), whole[1:2])
-    assert set(launched) == {"matrix_kernel", "hopper_scan_kernel"}
+    assert set(launched) == {"hopper_matrix_kernel", "hopper_scan_kernel"}
+
+
+@pytest.mark.parametrize("group", [3, 4])
+def test_heads_that_share_a_key_are_divided_among_programs(
+    group: int, launched: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits are those of one program that takes all of them, also where the last one takes fewer."""
+    call = tensors(device, 150, heads=2 * group)
+    call |= {name: call[name][:, :, :2] for name in ("q", "k")}
+    monkeypatch.setattr(launch, "FEW", 1)
+    whole = delta_attention(**call)
+    forget_plans()
+    monkeypatch.setattr(launch, "FEW", 1000)
+    assert torch.equal(delta_attention(**call), whole)
+    assert launched.count("hopper_matrix_kernel") == 2
 
 
 def test_what_the_kernels_do_not_take(launched: list[str], device: torch.device) -> None:

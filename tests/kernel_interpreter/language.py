@@ -159,6 +159,13 @@ def _cumsum(x: Tensor, axis: int, reverse: bool = False) -> Tensor:
     return Tensor(sums.flip(axis) if reverse else sums)
 
 
+def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    for each in x.value.unbind(axis):
+        found.append(combine(found[-1], Tensor(each)) if found else Tensor(each))
+    return Tensor(torch.stack([each.value for each in found], axis))
+
+
 def _fma(x: Any, y: Any, z: Any) -> Tensor:
     x, y, z = (as_tensor(each).double() for each in (x, y, z))  # which hold the product exactly
     return Tensor((x * y + z).float())
@@ -255,6 +262,7 @@ LANGUAGE: dict[str, Any] = {
     "permute": Tensor.permute,
     "reshape": Tensor.reshape,
     "cumsum": _cumsum,
+    "associative_scan": _scan,
     "pointer_type": lambda kind: types.SimpleNamespace(element_ty=kind),
     "trans": lambda x, *order: Tensor(x.value.permute(*order) if order else x.value.T),
     "join": lambda x, y: Tensor(torch.stack((x.value, y.value), -1)),

@@ -143,7 +143,7 @@ OPERATOR = Operator(
     autocasts=("q", "k", "v"),
     spills={
         "chunk_kernel": 500,
-        "matrix_kernel": 8,
+        "hopper_matrix_kernel": 264,
         "scan_kernel": 1000,
         "reverse_scan_kernel": 500,
         "feature_kernel": 400,

@@ -41,7 +41,6 @@ FEATURE_DECAYS = " with decays of features"
 _TILES: dict[tuple[str, bool], list[tuple[int, DeltaTile]]] = {
     ("chunk", True): [(256, DeltaTile(128, 64, 2, 1))],
     ("chunk" + FEATURE_DECAYS, True): [(256, DeltaTile(32, 64, 2, 1, 168))],
-    ("matrix", True): [(256, DeltaTile(128, 64, 2, 1))],
     ("chunk", False): [(256, DeltaTile(32, 32, 4, 1))],
     ("scan", True): [(128, DeltaTile(256, 32, 4, 3)), (256, DeltaTile(256, 32, 4, 1))],
     ("scan", False): [(128, DeltaTile(256, 32, 8, 1)), (256, DeltaTile(256, 16, 8, 1))],

@@ -11,9 +11,9 @@ from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs
 from warploom.ops.delta_attention.configs import CHUNKS
 from warploom.ops.delta_attention.hopper import carry
 from warploom.ops.delta_attention.hopper.carry import hopper_carry_back_kernel, hopper_carry_kernel
+from warploom.ops.delta_attention.hopper.matrices import hopper_matrix_kernel
 from warploom.ops.delta_attention.hopper.scan import BLOCK_E, BLOCK_T, FACTORS, hopper_scan_kernel
 from warploom.ops.delta_attention.triton.launch import State, arguments_of, plan_encode, state_strides
-from warploom.ops.delta_attention.triton.matrices import MatrixStrides, matrix_kernel
 from warploom.ops.delta_attention.triton.tiles import DeltaSizes
 from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
 from warploom.runtime.layout import layout_of_entries
@@ -28,6 +28,9 @@ CARRIED = carry.BLOCK_T.value
 
 WIDTHS = (64, 128)
 """Features of queries and keys."""
+
+FEW = 396
+"""Programs of a GPU's multiprocessors at a time: with fewer heads that share a key are divided among more."""
 
 
 class MatrixForward(NamedTuple):
@@ -185,30 +188,31 @@ def _sizes(call: DeltaCall, columns: int) -> DeltaSizes:
 
 
 def _plan_matrices(call: DeltaCall) -> Launch:
-    layout = layout_of_entries(Strides, call.inputs.q, call.inputs.k)
-    _, rest = arguments_of(call, layout, "matrix", encoding=True)
-    rest["config"] = rest["config"]._replace(BLOCK_T=TOKENS // 2, LEVELS=(TOKENS // 2).bit_length() - 1)
+    key_heads = call.heads // call.group
+    programs = call.slots * key_heads
+    parts = 1 if programs >= FEW else -(-call.group // 2)
     return Launch(
-        matrix_kernel,
-        call.slots * call.heads,
-        takes=("q", "k", "beta", "decay", "matrices", "factors"),
-        strides=MatrixStrides(*layout.strides),
+        hopper_matrix_kernel,
+        programs * parts,
+        takes=("q_desc", "k_desc", "beta", "decay", "matrices_desc", "factors"),
         unaligned=("beta", "decay"),
-        **rest,
+        num_warps=4,
+        registers=168,
+        sizes=_sizes(call, parts),
+        NORMALIZE=call.options.normalize,
+        DECAYS=call.decay != "none",
+        HEADS=min(call.group, 2),
+        **_row_tiles(call),
+        matrices_desc=_matrix_tiles(call),
     )
 
 
 def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> Launch:
-    q, k, v, *_ = call.inputs
     columns = call.values // BLOCK_E.value
-    descriptions: dict[str, Any] = {
-        name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, width))
-        for name, x, width in (
-            ("q_desc", q, call.features), ("k_desc", k, call.features), ("v_desc", v, BLOCK_E.value),
-            ("out_desc", out, BLOCK_E.value),
-        )
-    }  # fmt: skip
-    descriptions["matrices_desc"] = _tile_of_buffer(call, 2 * TOKENS, TOKENS, (2 * TOKENS, TOKENS))
+    values: dict[str, Any] = {
+        name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, BLOCK_E.value))
+        for name, x in (("v_desc", call.inputs.v), ("out_desc", out))
+    }
     return Launch(
         hopper_scan_kernel,
         call.sequences * call.heads * columns,
@@ -219,5 +223,18 @@ def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> La
         initial_strides=state_strides(initial),
         final_strides=state_strides(final),
         DECAYS=call.decay != "none",
-        **descriptions,
+        **_row_tiles(call),
+        **values,
+        matrices_desc=_matrix_tiles(call),
     )
+
+
+def _row_tiles(call: DeltaCall) -> dict[str, Any]:
+    """Returns tiles of queries and keys."""
+    rows = (("q_desc", call.inputs.q), ("k_desc", call.inputs.k))
+    return {name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, call.features)) for name, x in rows}
+
+
+def _matrix_tiles(call: DeltaCall) -> TmaTile:
+    """Returns tiles of the matrices of chunks."""
+    return _tile_of_buffer(call, 2 * TOKENS, TOKENS, (2 * TOKENS, TOKENS))

@@ -2,7 +2,7 @@
 
 A program holds 64 columns of a head's state, transposed, in the registers of one group of warps. What a product gives
 is the first factor of the next one as it lies there; second factors, which are the rows of queries and keys and the
-matrices of `triton.matrices`, are brought to shared memory by another warp.
+matrices of `hopper.matrices`, are brought to shared memory by another warp.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from warploom.ops.delta_attention.triton.tiles import DeltaSizes
 
 BLOCK_T = gl.constexpr(64)  # tokens of a chunk
 BLOCK_E = gl.constexpr(64)  # columns of a state
-FACTORS = gl.constexpr(640)  # numbers of a chunk in ``factors``
-USED = gl.constexpr(256)  # of them
+FACTORS = gl.constexpr(256)  # numbers of a chunk in ``factors``
 WHOLE = gl.constexpr(192)  # which of them is the decay over the chunk
 STAGES = gl.constexpr(3)
 VALUE_STAGES = gl.constexpr(6)  # results leave from where values came to
@@ -47,7 +46,7 @@ class ChunkRing(NamedTuple):
     q: gl.shared_memory_descriptor  # (STAGES, 1, 1, T, D)
     k: gl.shared_memory_descriptor
     matrices: gl.shared_memory_descriptor  # (STAGES, 1, 1, 2T, T)
-    factors: gl.shared_memory_descriptor  # (STAGES, USED)
+    factors: gl.shared_memory_descriptor  # (STAGES, FACTORS)
     full: gl.shared_memory_descriptor  # barriers of these
     empty: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor  # (VALUE_STAGES, 1, 1, T, E)
@@ -60,7 +59,7 @@ def copy_chunks(q_desc, k_desc, v_desc, matrices_desc, factors, chunks, place, s
     """Runs the warp that copies."""
     b, h, slot = place.b.to(gl.int32), place.h.to(gl.int32), place.slot.to(gl.int32)
     of_group = h // sizes.group
-    x = gl.arange(0, USED, gl.BlockedLayout([4], [32], [1], [0]))
+    x = gl.arange(0, FACTORS, gl.BlockedLayout([4], [32], [1], [0]))
     for c in range((place.length + BLOCK_T - 1) // BLOCK_T):
         given = gl.load(factors + ((place.slot + c) * sizes.heads + place.h) * FACTORS + x)
         i = wait_empty(chunks.v_empty, c)
@@ -163,7 +162,7 @@ def hopper_scan_kernel(
     q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], k_desc.layout)
     matrices = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 2 * BLOCK_T, BLOCK_T], matrices_desc.layout)
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, USED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full, empty = barriers(STAGES), barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # of tiles, and of factors
