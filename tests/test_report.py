@@ -618,7 +618,9 @@ def test_published_figures():
     alone = {"batch": 8, "heads": 1, "dtype": "float32", "causal": False, "head_dim": 16, "n": 16384}
     out_of_memory = [row for row in rows if row.matches("flash_attention", "fwd", alone)]
     assert out_of_memory
-    assert all(row.value is None for row in out_of_memory)
+    assert all(row.value is None and row.told == "OOM" for row in out_of_memory)
+    assert {row.told for row in rows if row.value is None} == {"OOM", "-1"}
+    assert sum(row.told == "-1" for row in rows if row.metric == "speed") == 32
     steps = {(row.case["size"], row.mode): row.value for row in rows if row.operator == "transformer"}
     assert steps[("sm", "fwd")] == pytest.approx(22.7895)
     assert steps[("sm", "fwd_bwd")] == pytest.approx(64.5101)

@@ -446,16 +446,12 @@ def _published_table(
         published = {f.provider: f for f in row.figures if f.gpu == gpu and f.metric == "speed"}
         ours = found.get((mine, name), {})
         cells = [format_size(row.case[each]) if each in row.case else "" for each in varied]
-        cells += [_figure(published[each].value) if each in published else "" for each in theirs]
+        cells += [published[each].told if each in published else "" for each in theirs]
         cells += [_time(ours[each]) if each in ours else "–" for each in measured]
         lines.append([*cells[: len(varied)], row.mode, *cells[len(varied) :]])
     here = next((word for word in mine.split() if any(map(str.isdigit, word))), mine)
     heads = [*varied, "mode", *(f"published: {name}" for name in theirs), *(f"{here}: {name}" for name in measured)]
     return Table.of(heads, lines, words=len(varied) + 1)
-
-
-def _figure(value: float | None) -> str:
-    return "failed" if value is None else format_number(value)
 
 
 def _time(record: Record) -> str:

@@ -17,6 +17,7 @@ from warploom.report.panels import Panel, Section
 from warploom.report.table import Table, format_number
 
 FOLDER = Path(__file__).with_name("published")
+FAILURES = ("OOM", "-1")
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,16 @@ class Published:
     mode: str
     provider: str
     value: float | None
-    """The number, or None if the publication reports an error."""
+    """The number, or None if the publication reports a failure."""
     case: Mapping[str, Any] = field(hash=False)
     """The parameters of the publication, including the one along the axis, by our names and values."""
+    failure: str = ""
+    """The word in place of a number: ``OOM`` for memory that ran out, or ``-1`` for an error; else empty."""
+
+    @property
+    def told(self) -> str:
+        """The number or the failure as text."""
+        return self.failure or format_number(self.value)
 
     def matches(self, operator: str, mode: str, case: Mapping[str, Any], ignore: str = "") -> bool:
         """Returns True if this is the same problem: each parameter that both have, except ``ignore``, is equal."""
@@ -91,9 +99,7 @@ def make_published_table(section: Section, panel: Panel, mode: str, metric: str)
     rows = [row for row in rows if row.matches(section.operator, mode, case, ignore=section.x)]
     if not rows:
         return None
-    cells = {
-        (row.case[section.x], f"{row.provider} ({row.gpu})"): format_number(row.value) or "failed" for row in rows
-    }
+    cells = {(row.case[section.x], f"{row.provider} ({row.gpu})"): row.told for row in rows}
     lines, device = panel.at(mode), panel.device or section.device or "measured"
     for name in (name for name in MEASURED if name in lines):
         for x, point in lines[name].items():
@@ -110,7 +116,8 @@ def _read_rows(path: Path) -> Iterator[Published]:
         for row in csv.DictReader(file):
             gpu, operator, metric, mode, provider, value, *_ = row.values()
             case = {name: _read_value(text) for name, text in list(row.items())[6:] if text}
-            yield Published(gpu, operator, metric, mode, provider, float(value) if value else None, case)
+            failure = value if value in FAILURES else ""
+            yield Published(gpu, operator, metric, mode, provider, None if failure else float(value), case, failure)
 
 
 def _read_value(text: str) -> int | str | bool:
