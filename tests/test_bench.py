@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -59,6 +60,16 @@ def test_every_provider_and_the_limit_get_a_full_record(tmp_path: Path) -> None:
     assert by_provider(outcome)[LIMIT].limit_fraction == 1.0
     environments = json.loads((tmp_path / "environment.json").read_text())
     assert set(environments) == {record.environment for record in outcome.records}
+
+
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_what_a_caller_froze_stays_so(frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every later collection of garbage looks through all modules: half a second among the tests."""
+    thawed: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    monkeypatch.setattr(gc, "unfreeze", lambda: thawed.append(frozen))
+    run(toy.make_bench(), tmp_path)
+    assert thawed == ([] if frozen else [0])
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])

@@ -194,7 +194,8 @@ def run(
             ahead = stack.enter_context(prepare(missed, None if time_limit is None else time_limit / 2))
         clock = WatchedClock(make_clock(device), make_reader(device))
         save_environment(output, identifier, environment | {"fixed_us": measure_fixed_us(device, clock)}, run_id)
-        stack.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # what the caller froze stays so
+            stack.callback(gc.unfreeze)
         of_units: dict[int, list[Record]] = {}
         left = list(range(len(tasks)))
         while left:
