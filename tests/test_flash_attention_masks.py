@@ -412,13 +412,50 @@ def test_a_mask_that_was_changed_is_refused(backend: Any, part: str, device: tor
         warploom.check_values(False)
 
 
-@pytest.mark.parametrize("part", ["row_lists", "column_lists"])
-def test_lists_that_were_changed_are_refused(part: str) -> None:
-    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())
+@pytest.mark.parametrize("part", ["row_lists", "column_lists", "column_bits"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lists_that_were_changed_are_refused(part: str, in_place: bool, device: torch.device) -> None:
+    """Where values are not checked too: kernels that own keys wait for the tiles that lists count."""
+    q = Q.to(device)
     for number in (-1, 2):
-        other = made._replace(**{part: torch.full_like(getattr(made, part), number)})
+        made = block_mask(torch.ones(1, 1, 8, 8).bool().tril()).to(device)
+        flash_attention(q, q, q, mask=made)
+        if in_place:
+            getattr(made, part).fill_(number)
+        else:
+            made = made._replace(**{part: torch.full_like(getattr(made, part), number)})
         with pytest.raises(warploom.ArgumentError, match=f"{part} of mask must be of its tiles"):
-            flash_attention(Q, Q, Q, mask=other)
+            flash_attention(q, q, q, mask=made)
+
+
+def test_a_mask_made_by_hand_is_taken(device: torch.device) -> None:
+    made = block_mask(random_mask(2, 3, 300, 200).to(device))
+    other = made._replace(**{name: getattr(made, name).clone() for name in made._fields[1:]})
+    q, k = torch.randn(2, 300, 3, 16, device=device), torch.randn(2, 200, 3, 16, device=device)
+    for _ in range(2):
+        assert torch.equal(flash_attention(q, k, k, mask=other), flash_attention(q, k, k, mask=made))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"tiles": None}, warploom.DtypeError, "tiles of mask must be a tensor"),
+        ({"bits": None}, warploom.DtypeError, "bits of mask must be a tensor"),
+        ({"tiles": torch.zeros(3, 1, 1, 1, dtype=torch.int32)}, warploom.ShapeError, "tiles of mask"),
+        ({"bits": torch.zeros(1, 128, 4)}, warploom.DtypeError, "bits of mask must be of int32"),
+        ({"row_lists": torch.zeros(1, 1, 1, 3, dtype=torch.int32)}, warploom.ShapeError, "row_lists of mask"),
+        (
+            {"column_bits": torch.zeros(1, 1, 1, 4, dtype=torch.int32, device="meta")},
+            warploom.DeviceError,
+            "column_bits of mask",
+        ),
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_a_masks_are_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    made = block_mask(torch.ones(1, 1, 8, 8).bool().tril())._replace(**change)
+    with pytest.raises(error, match=text):
+        flash_attention(Q, Q, Q, mask=made)
 
 
 def test_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,17 +109,11 @@ def is_read(tensor: Tensor) -> bool:
     return is_readable(tensor) and not _dispatch_modes()
 
 
-def check_range(function: str, argument: str, numbers: Tensor, least: int, most: int) -> None:
-    """Raise unless integers are between ``least`` and ``most``.
-
-    Raises:
-        ArgumentError: One is not.
-    """
-    if not is_read(numbers) or numbers.numel() == 0:
-        return
-    for extreme in map(int, numbers.aminmax()):
-        if not least <= extreme <= most:
-            raise fault(ArgumentError, function, argument, f"of numbers between {least} and {most}", extreme)
+def may_be_read(tensor: Tensor) -> bool:
+    """Returns whether the host can wait for values: no compiler, mode, recording or capture is at work."""
+    if not holds_data(tensor) or _dispatch_modes() or _is_recording():
+        return False
+    return tensor.is_cpu or not torch.cuda.is_current_stream_capturing()
 
 
 def check_pages(function: str, block_table: Tensor | None, seqused_k: Tensor, pages: int, page_size: int) -> None:

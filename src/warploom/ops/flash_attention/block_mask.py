@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from warploom.errors import ArgumentError, DtypeError, ShapeError, dtype_of, fault, shape_of
 from warploom.runtime.arguments import check_device, format_value, is_int
+from warploom.runtime.modes import holds_data
 from warploom.runtime.names import hide_catch_alls, refuse_missing, refuse_unknown
-from warploom.runtime.values import check_range, is_read
+from warploom.runtime.values import may_be_read
 
 Tensor = torch.Tensor
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +38,8 @@ class BlockMask(NamedTuple):
     """A mask of attention by tiles of 128 queries by 128 keys, as `block_mask` makes it.
 
     ``R`` and ``C`` are the rows and columns of tiles. All tensors lie on one device; ``B`` and ``H`` may be 1, for
-    all entries of a batch and all heads.
+    all entries of a batch and all heads. One that is made by hand, loaded or changed is read and checked in the
+    first call that takes it.
 
     Example:
         ```python
@@ -70,7 +73,8 @@ class BlockMask(NamedTuple):
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """Returns the mask on another device."""
-        return BlockMask(self.shape, *(x.to(device) for x in self[1:]))
+        moved = BlockMask(self.shape, *(x.to(device) for x in self[1:]))
+        return _remember(moved) if _is_known(self) else moved
 
     def dense(self) -> Tensor:
         """Returns the mask as a boolean tensor ``(B, H, N, M)``, true where a key takes part."""
@@ -212,8 +216,11 @@ def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None
         DtypeError: A tensor is not of int32.
         DeviceError: A tensor lies on another device than the tiles.
     """
+    for part, given in zip(mask._fields[1:], mask[1:]):
+        if not isinstance(given, Tensor):
+            raise fault(DtypeError, function, f"{part} of mask", "a tensor", type(given).__name__)
     rows, columns = -(-queries // TILE), -(-keys // TILE)
-    entries = tuple(mask.tiles.shape[:2])
+    entries = tuple(mask.shape[:2])
     expected = {
         "tiles": (*entries, rows, columns),
         "row_lists": (*entries, rows, 1 + columns),
@@ -231,16 +238,62 @@ def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None
 
 
 def check_numbers(function: str, mask: BlockMask) -> None:
-    """Raise unless a mask's numbers, where they are checked, are places of its bits, and its lists name its tiles.
+    """Raise unless a mask's numbers are places of its bits, and the others such as follow from tiles and bits.
 
     Raises:
-        ArgumentError: One is not.
+        ArgumentError: They are not.
     """
-    check_range(function, "tiles of mask", mask.tiles, NOTHING, mask.bits.shape[0] - 1)
-    if is_read(mask.tiles):
-        for part, expected in zip(("row_lists", "column_lists"), _all_lists(mask.tiles)):
-            if not torch.equal(getattr(mask, part), expected):
-                raise fault(ArgumentError, function, f"{part} of mask", "of its tiles, as of block_mask", "others")
+    least, most = NOTHING, mask.bits.shape[0] - 1
+    for extreme in map(int, mask.tiles.aminmax()):
+        if not least <= extreme <= most:
+            expected = f"of numbers between {least} and {most}"
+            raise fault(ArgumentError, function, "tiles of mask", expected, extreme)
+    expected_parts = (*_all_lists(mask.tiles), _column_bits(mask))
+    for part, numbers in zip(("row_lists", "column_lists", "column_bits"), expected_parts):
+        if not torch.equal(getattr(mask, part), numbers):
+            raise fault(ArgumentError, function, f"{part} of mask", "of its tiles, as of block_mask", "others")
+
+
+def check_once(function: str, mask: BlockMask) -> None:
+    """Raise unless `block_mask` made a mask, or its parts are found to be such; see `check_parts`, `check_numbers`.
+
+    Kernels trust a mask's lists, and would wait for tiles that nobody counts. So the first call with a mask of
+    another origin waits for the device and reads it, where that is possible.
+    """
+    if _is_known(mask):
+        return
+    check_parts(function, mask, *mask.shape[2:])
+    if may_be_read(mask.tiles):
+        check_numbers(function, mask)
+        _remember(mask)
+    elif mask.tiles.is_cuda and holds_data(mask.tiles) and torch.cuda.is_current_stream_capturing():
+        expected = "made by block_mask, or in a call before the capture of a CUDA graph, which cannot check it"
+        raise fault(ArgumentError, function, "mask", expected, "another")
+
+
+_known = WeakTensorKeyDictionary()
+"""Versions of all parts of the masks that `block_mask` made or `check_once` has read, by their tiles."""
+
+
+def _versions(mask: BlockMask) -> tuple[list[Tensor], list[int]]:
+    """Returns what changes with a mask's parts: the other tensors themselves, and how often each was written."""
+    return list(mask[2:]), [0 if x.is_inference() else x._version for x in mask[1:]]
+
+
+def _remember(mask: BlockMask) -> BlockMask:
+    if holds_data(mask.tiles):
+        _known[mask.tiles] = _versions(mask)
+    return mask
+
+
+def _is_known(mask: BlockMask) -> bool:
+    if not isinstance(mask.tiles, Tensor) or not holds_data(mask.tiles):
+        return False
+    known = _known.get(mask.tiles)
+    if known is None or not all(isinstance(x, Tensor) for x in mask[1:]):
+        return False
+    parts, written = _versions(mask)
+    return written == known[1] and all(a is b for a, b in zip(parts, known[0]))
 
 
 def _check_dense(mask: Tensor) -> None:
@@ -356,7 +409,7 @@ def _of_chunks(shape: Any, chunks: Iterator[Tensor], compact: bool) -> BlockMask
         states.append(torch.where(partial, place, torch.where(whole, EVERYTHING, NOTHING)).int())
     tiles = torch.cat(states, 2)
     column_bits = _pack(seen.view(batch, heads, columns, TILE))
-    return BlockMask(shape, tiles, *_all_lists(tiles), torch.cat(kept), column_bits)
+    return _remember(BlockMask(shape, tiles, *_all_lists(tiles), torch.cat(kept), column_bits))
 
 
 def _all_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -365,6 +418,19 @@ def _all_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
     places = (some.cumsum(3, dtype=torch.int32) - some).transpose(2, 3)
     of_columns = _lists(tiles.transpose(2, 3))
     return _lists(tiles), torch.cat((of_columns, places.gather(3, of_columns[..., 1:].long())), -1)
+
+
+def _column_bits(mask: BlockMask) -> Tensor:
+    """Returns which keys of each column of tiles some query sees, as bits."""
+    keys, columns = mask.shape[3], mask.tiles.shape[3]
+    found = torch.zeros((*mask.tiles.shape[:2], columns, TILE), dtype=torch.bool, device=mask.device)
+    for row in mask.tiles.unbind(2):
+        found |= (row == EVERYTHING)[..., None]
+        if mask.bits.shape[0]:
+            some = unpack(mask.bits[row.clamp(min=0).long()]).any(-2)
+            found |= some & (row >= 0)[..., None]
+    there = torch.arange(columns * TILE, device=mask.device) < keys
+    return _pack(found & there.view(columns, TILE))
 
 
 def _lists(tiles: Tensor) -> Tensor:

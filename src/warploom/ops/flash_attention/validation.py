@@ -17,7 +17,14 @@ from warploom.errors import (
     fault,
     shape_of,
 )
-from warploom.ops.flash_attention.block_mask import BlockMask, check_numbers, check_parts, is_flex, of_dense
+from warploom.ops.flash_attention.block_mask import (
+    BlockMask,
+    check_numbers,
+    check_once,
+    check_parts,
+    is_flex,
+    of_dense,
+)
 from warploom.runtime.arguments import (
     COUNTS,
     FLOATS,
@@ -38,7 +45,7 @@ from warploom.runtime.dispatch import Tensors, ValidatedCall
 from warploom.runtime.in_place import check_memory, check_takes_part
 from warploom.runtime.layout import warn_of_heads_first
 from warploom.runtime.modes import is_differentiated
-from warploom.runtime.values import check_bounds, check_lengths, check_pages
+from warploom.runtime.values import check_bounds, check_lengths, check_pages, is_read
 
 Tensor = torch.Tensor
 
@@ -237,9 +244,12 @@ def _checked_mask(q: Tensor, k: Tensor, mask: object) -> BlockMask:
         if isinstance(mask, Tensor):
             expected += _how_to_widen("mask", shape, batch, sizes)
         raise fault(ShapeError, NAME, "mask", expected, shape)
+    if isinstance(mask, BlockMask) and not isinstance(mask.tiles, Tensor):
+        raise fault(DtypeError, NAME, "tiles of mask", "a tensor", type(mask.tiles).__name__)
     if mask.device != q.device:
         raise fault(DeviceError, NAME, "mask", f"on the device of q, {q.device}", mask.device)
     if isinstance(mask, BlockMask):
+        check_once(NAME, mask)
         return mask
     for axis in (0, 1):
         if mask.stride(axis) == 0 and mask.shape[axis] > 1:  # the same for all
@@ -293,7 +303,7 @@ def check_masked(name: str, inputs: MaskedInputs, options: tuple[Any, ...], numb
 def check_masked_values(name: str, inputs: MaskedInputs) -> None:
     """Check what tensors of a valid call hold."""
     check_values(name, inputs.unmasked)
-    if (mask := inputs.mask()) is not None:
+    if (mask := inputs.mask()) is not None and is_read(mask.tiles):
         check_numbers(name, mask)
 
 
