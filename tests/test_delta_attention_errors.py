@@ -28,7 +28,11 @@ WRONG: tuple[Wrong, ...] = (
     ({"v": ones(2, 6, 3, 3)}, ShapeError, "v", "H a multiple of Hk = 2", "(2, 6, 3, 3)"),
     ({"v": ones(2, 6, 1, 3)}, ShapeError, "v", "H a multiple of Hk = 2", "(2, 6, 1, 3)"),
     ({"v": ones(2, 6, 4, 0)}, ShapeError, "v", "E ≥ 1", "(2, 6, 4, 0)"),
+    ({"k": ones(2, 6, 2, 8, device="meta")}, DeviceError, "k", "on the device of q", "meta"),
+    ({"q": ones(2, 6, 0, 8)}, ShapeError, "q", "Hk ≥ 1", "(2, 6, 0, 8)"),
     # beta and decay
+    ({"beta": ones(2, 6, 4, dtype=torch.bool)}, DtypeError, "beta", "float16", "bool"),
+    ({"decay": -ones(2, 6, 4, device="meta")}, DeviceError, "decay", "on the device of q", "meta"),
     ({"beta": 0.5}, DtypeError, "beta", "a tensor", "float"),
     ({"beta": ones(2, 6, 2)}, ShapeError, "beta", "(B, N, H) with B = 2, N = 6, H = 4", "(2, 6, 2)"),
     ({"beta": ones(2, 4, 6)}, ShapeError, "beta", "(B, N, H) with B = 2, N = 6, H = 4", "(2, 4, 6)"),
@@ -47,7 +51,13 @@ WRONG: tuple[Wrong, ...] = (
     ({"scale": "1"}, DtypeError, "scale", "a number", "'1'"),
     ({"scale": float("nan")}, ArgumentError, "scale", "finite", "nan"),
     ({"backend": "cuda"}, ArgumentError, "backend", "auto, triton, torch", "'cuda'"),
+    ({"scale": float("inf")}, ArgumentError, "scale", "finite", "inf"),
     # theta and positions
+    ({"encoding": "rotate", "theta": 1.0}, DtypeError, "theta", "a tensor", "float"),
+    ({"encoding": "rotate", "theta": ones(2, 4, device="meta")}, DeviceError, "theta", "device of q", "meta"),
+    ({**ROTATE, "interleaved": 1}, DtypeError, "interleaved", "a bool", "1"),
+    ({**ROTATE, "offset": ones(2)}, DtypeError, "offset", "int32", "float32"),
+    ({**ROTATE, "offset": ones(2, device="meta").long()}, DeviceError, "offset", "on the device of q", "meta"),
     ({"theta": ones(2, 4)}, ArgumentError, "theta", 'left out when encoding="none"', "both"),
     ({"encoding": "rotate"}, ArgumentError, "theta", 'given when encoding="rotate"', "None"),
     ({**ROTATE, "theta": ones(2, 5)}, ShapeError, "theta", "1 ≤ F ≤ 4", "(2, 5)"),
@@ -59,7 +69,12 @@ WRONG: tuple[Wrong, ...] = (
     ({"cu_seqlens": CU}, ShapeError, "q", "of batch size 1", "(2, 6, 2, 8)"),
     ({**PACKED, "cu_seqlens": CU.float()}, DtypeError, "cu_seqlens", "int32", "float32"),
     ({**PACKED, "cu_seqlens": CU[:1]}, ShapeError, "cu_seqlens", "S ≥ 1", "(1,)"),
+    ({**PACKED, "cu_seqlens": [0, 6]}, DtypeError, "cu_seqlens", "an integer tensor", "list"),
+    ({**PACKED, "cu_seqlens": torch.tensor([0, 6], device="meta")}, DeviceError, "cu_seqlens", "of q", "meta"),
     # states
+    ({"initial_state": 0.0}, DtypeError, "initial_state", "a tensor", "float"),
+    ({"initial_state": ones(2, 4, 8, 3).long()}, DtypeError, "initial_state", "float16", "int64"),
+    ({"initial_state": ones(2, 4, 8, 3, device="meta")}, DeviceError, "initial_state", "device of q", "meta"),
     ({"initial_state": ones(2, 4, 8, 4)}, ShapeError, "initial_state", "(2, 4, 8, 3)", "(2, 4, 8, 4)"),
     ({"initial_state": ones(2, 2, 8, 3)}, ShapeError, "initial_state", "(2, 4, 8, 3)", "(2, 2, 8, 3)"),
     ({"initial_state": ones(2, 4, 3, 8)}, ShapeError, "initial_state", "(2, 4, 8, 3)", "(2, 4, 3, 8)"),
@@ -78,6 +93,14 @@ def test_wrong_arguments(wrong: Wrong, device: torch.device) -> None:
 VALUES: tuple[Wrong, ...] = (
     ({"decay": ones(2, 6, 4)}, ArgumentError, "decay", "of logarithms ≤ 0", "1.0"),
     ({"decay": ones(2, 6, 4, 8)}, ArgumentError, "decay", "of logarithms ≤ 0", "1.0"),
+    (
+        {**PACKED, "cu_seqlens": torch.tensor([0, 4, 2, 6])},
+        ArgumentError,
+        "cu_seqlens",
+        "that do not decrease",
+        "4, 2",
+    ),
+    ({**ROTATE, "offset": torch.tensor([0, -(2**54)])}, ArgumentError, "offset", "at most 2**53", str(-(2**54))),
     ({**PACKED, "cu_seqlens": torch.tensor([0, 7])}, ArgumentError, "cu_seqlens", "up to N = 6", "7"),
     ({**PACKED, "cu_seqlens": torch.tensor([1, 6])}, ArgumentError, "cu_seqlens", "of a first number 0", "1"),
 )
