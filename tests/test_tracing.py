@@ -282,7 +282,7 @@ def test_an_exported_program_is_loaded_in_another_process(tmp_path: Path, device
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", ["compile", "export", "export_strict"])
-@pytest.mark.seldom(3, 4)
+@pytest.mark.seldom(4, 20)
 def test_layers(way: str, name: str, device: torch.device) -> None:
     made = LAYERS[name]
     layer = made.make().to(device)
