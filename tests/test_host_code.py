@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -118,6 +119,21 @@ def test_every_peer_has_code_and_kernels_of_ours_have_none() -> None:
             for name in bench.every_provider:
                 assert bool(code_of(bench, name)) != bench.runs_kernels(name), (bench.name, name)
             assert code_of(bench, "limit") == ""
+
+
+def test_source_is_the_same_text_for_every_python() -> None:
+    """Records are made and judged by different ones: this is what 3.10 to 3.13 say."""
+    (found,) = map(
+        host_code._plain,
+        ast.parse("def f(x: int = 3, *, y=None) -> 'a':\n    'Text.'\n    return f'{x:{y}}'\n").body,
+    )
+    assert found == (
+        "FunctionDef(name='f', args=arguments(args=arg(arg='x', annotation=Name(id='int')), "
+        "kwonlyargs=arg(arg='y'), kw_defaults=Constant(), defaults=Constant(value=3)), "
+        "body=Return(value=JoinedStr(values=FormattedValue(value=Name(id='x'), conversion=-1, "
+        "format_spec=JoinedStr(values=FormattedValue(value=Name(id='y'), conversion=-1))))), "
+        "returns=Constant(value='a'))"
+    )
 
 
 STEP = """

@@ -123,7 +123,7 @@ def _of_definitions(builder: Callable[..., Any]) -> str:
         elif tree := _tree_of(part.__module__):
             first = part.__code__.co_firstlineno
             lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno == first]
-            texts += map(ast.unparse, lambdas)
+            texts += map(_plain, lambdas)
             reached += (place for node in lambdas for place in _names(part.__module__, node))
     for module, name in reached:  # it grows
         node = _definitions(module).get(name)
@@ -185,14 +185,24 @@ def _tree_of(module: str) -> ast.Module | None:
         return None
 
 
-def _plain(node: ast.stmt) -> str:
-    """Returns source without comments and docstrings."""
-    lines = ast.unparse(node)
-    tree = ast.parse(lines)
-    for each in ast.walk(tree):
-        if hasattr(each, "body") and isinstance(each.body, list):
-            each.body = [x for x in each.body if not _is_text(x)] or [ast.Pass()]
-    return ast.unparse(tree)
+def _plain(node: ast.AST) -> str:
+    """Returns source without comments, docstrings and layout: the same text for every version of Python."""
+    parts = []
+    for name, value in ast.iter_fields(node):
+        items = value if isinstance(value, list) else [value]
+        if name == "body" and isinstance(value, list):
+            items = [item for item in value if not _is_text(item)]
+        if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty parts behind nested ones
+            items = [item for item in items if not (isinstance(item, ast.Constant) and item.value == "")]
+        items = items if isinstance(value, list) else [item for item in items if item is not None]
+        shown = [_plain(item) if isinstance(item, ast.AST) else repr(item) for item in items]
+        if shown and name not in _UNSAID:
+            parts.append(f"{name}={' '.join(shown)}")
+    return f"{type(node).__name__}({', '.join(parts)})"
+
+
+_UNSAID = ("ctx", "kind", "type_comment")
+"""Fields of nodes that change no meaning."""
 
 
 def _is_text(node: ast.stmt) -> bool:
