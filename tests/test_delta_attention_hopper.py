@@ -115,8 +115,14 @@ def test_what_the_kernels_do_not_take(launched: list[str], device: torch.device)
     assert launched.count("hopper_scan_kernel") == 1
 
 
+CARRY = {"hopper_carry_kernel", "hopper_carry_back_kernel"}
+GRADIENTS = {"hopper_states_kernel", "hopper_reverse_kernel", "hopper_gradient_kernel"}
 CARRIED: list[dict[str, Any]] = [
     {"n": 64, "decay": "feature"},
+    {"n": 64},
+    {"n": 140, "heads": 6, "key_heads": 2, "batch": 1, **STATES},
+    {"n": 530, "decay": "head", "heads": 3, "batch": 1, "value_dim": 64, **STATES},
+    {"n": 577, "decay": "head", "heads": 4, "batch": 1, "encoding": "rotate", "normalize": True, "key_heads": 2},
     {"n": 520, "decay": "head", "normalize": True, "batch": 1, "key_heads": 1, **STATES},
     {"n": 130, "decay": "feature", "normalize": True, **STATES},
     {"n": 513, "decay": "feature", "batch": 1, "heads": 1, "encoding": "rotate", "normalize": True},
@@ -135,5 +141,7 @@ def test_values_and_gradients(
     assert {result.mode for result in results} == {"fwd", "bwd"}
     assert not [result.detail for result in results if not result.ok]
     if "decay" not in case or case["n"] > 512:
-        assert {"hopper_carry_kernel", "hopper_carry_back_kernel"} <= set(launched)
+        carried = case.get("decay") == "feature" or case.get("value_dim") == 192
+        assert (CARRY if carried else GRADIENTS) <= set(launched)
+        assert not (GRADIENTS if carried else CARRY) & set(launched)
     assert ("hopper_carry_kernel" if case.get("decay") == "feature" else "hopper_scan_kernel") in launched

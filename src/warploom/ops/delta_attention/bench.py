@@ -143,6 +143,7 @@ OPERATOR = Operator(
     autocasts=("q", "k", "v"),
     spills={
         "chunk_kernel": 500,
+        "hopper_gradient_kernel": 400,
         "hopper_matrix_kernel": 264,
         "scan_kernel": 1000,
         "reverse_scan_kernel": 500,

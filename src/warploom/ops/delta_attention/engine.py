@@ -15,7 +15,7 @@ import torch
 from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs, DeltaOptions
 from warploom.ops.delta_attention.configs import CHUNKS, MOST_BYTES, SHORT, STEPS, in_power_of_two
 from warploom.ops.delta_attention.hopper import launch as hopper
-from warploom.ops.delta_attention.hopper.launch import MatrixForward
+from warploom.ops.delta_attention.hopper.launch import MatrixBackward, MatrixForward
 from warploom.ops.delta_attention.triton.launch import (
     ChunkBuffers,
     parts_of,
@@ -151,10 +151,10 @@ class EncodedRows(NamedTuple):
     decode: Launch
 
     @classmethod
-    def of(cls, call: DeltaCall, x: Tensor, dx: Tensor) -> EncodedRows:
-        """Plans those of ``x``, whose gradient ``dx`` has no memory yet."""
+    def of(cls, call: DeltaCall, x: Tensor, dx: Tensor, heads: int) -> EncodedRows:
+        """Plans those of ``x``, whose gradient ``dx`` has no memory yet, from gradients of so many heads."""
         encoded = torch.empty(x.shape, dtype=x.dtype, device="meta") if call.encoded else x
-        grads = torch.empty((*x.shape[:2], call.heads, x.shape[3]), dtype=torch.float32, device="meta")
+        grads = torch.empty((*x.shape[:2], heads, x.shape[3]), dtype=torch.float32, device="meta")
         encode = plan_encode(call, x, encoded) if call.encoded else None
         to_encode = Buffer.like(encoded) if call.encoded else None
         rotated = None
@@ -165,6 +165,52 @@ class EncodedRows(NamedTuple):
         return cls(to_encode, encode, Buffer.like(grads), rotated, decode)
 
 
+class ChunkedBackward(NamedTuple):
+    """Plan of the gradients of a call whose queries and keys are encoded."""
+
+    buffers: ChunkBuffers
+    states: Buffer  # also of their gradients
+    updates: Buffer
+    corrections: Buffer
+    pair_gradients: Buffer
+    ddecay: Buffer | None
+    chunks: Launch
+    scan: Launch
+    reverse: Launch
+    pairs: Launch
+    features: Launch
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, inputs: DeltaInputs, grad: Tensor, grad_state: Tensor | None,
+        first: Tensor | None, outs: tuple[Tensor, ...],
+    ) -> Tensor | None:  # fmt: skip
+        """Launches it, with ``outs`` of queries, keys, values and β. Returns the gradient of decays in float32."""
+        _, _, v, beta, decay, _, initial, _, cu_seqlens = inputs
+        dq, dk, dv, dbeta = outs
+        held = self.buffers.empty(v)
+        self.chunks(queries, keys, v, beta, decay, None, None, cu_seqlens, *held, 0)
+        states, updates = self.states.empty(v), self.updates.empty(v)
+        self.scan(*held[:6], initial, None, None, states, updates, cu_seqlens)
+        held = held._replace(corrected=None)  # each is let go when no launch needs it any more
+        dstates, dupdates = self.states.empty(v), self.updates.empty(v)
+        self.reverse(
+            held.from_start, held.until_end, held.scores, held.predicted, held.kept, grad, grad_state, first,
+            dstates, dupdates, cu_seqlens,
+        )  # fmt: skip
+        held = held._replace(from_start=None, until_end=None, predicted=None, kept=None)
+        ddecay = None if self.ddecay is None else self.ddecay.empty(v)
+        corrections, of_pairs = self.corrections.empty(v), self.pair_gradients.empty(v)
+        self.pairs(
+            v, beta, decay, cu_seqlens, grad, held.scores, held.inverse, held.decayed, states, updates, dupdates,
+            corrections, of_pairs, dv, dbeta, ddecay,
+        )  # fmt: skip
+        del held, dupdates
+        self.features(
+            queries, keys, decay, cu_seqlens, grad, states, updates, dstates, corrections, of_pairs, dq, dk, ddecay
+        )
+        return ddecay.sum(-1) if ddecay is not None and decay is not None and decay.dim() == 3 else ddecay
+
+
 class DeltaBackward(NamedTuple):
     """Plan of a backward."""
 
@@ -172,20 +218,10 @@ class DeltaBackward(NamedTuple):
     dk: Buffer
     dv: Buffer
     dbeta: Buffer
-    ddecay: Buffer | None
     first: Buffer | None
     queries: EncodedRows | None
     keys: EncodedRows | None
-    buffers: ChunkBuffers
-    states: Buffer  # also of their gradients
-    updates: Buffer
-    chunks: Launch
-    scan: Launch
-    reverse: Launch
-    corrections: Buffer
-    pair_gradients: Buffer
-    pairs: Launch
-    features: Launch
+    gradients: ChunkedBackward | MatrixBackward  # of encoded rows
 
 
 def backward(
@@ -197,7 +233,7 @@ def backward(
         grad, options = grad * 0.0, options._replace(scale=1.0)
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     strides = tuple([None if x is None else x.stride() for x in (grad, grad_state, *inputs)])
-    q, k, v, beta, decay, _, initial, _, cu_seqlens = inputs
+    q, k, v, _, decay, *_ = inputs
     entries = plans.get("entries", entries_at_once, inputs, options, True)
     if entries < q.shape[0]:
         return _backward_in_pieces(grad, grad_state, inputs, options, offset, wanted, plans, entries)
@@ -205,46 +241,24 @@ def backward(
         given = (grad, grad_state, inputs, options)
         alone = plans.get((grad.dtype, strides, "state"), plan_state_backward, *given)
         return *[None] * 6, _differentiate_state(alone, *given[:3], offset)
-    aligned = are_aligned(grad)
+    aligned = are_aligned(grad, q, k, v)
     key = (grad.dtype, strides, aligned, *wanted)
     plan = plans.get(key, plan_backward, grad, grad_state, inputs, options, wanted, aligned)
     first = None if plan.first is None else plan.first.empty(q)
     queries, keys = q, k
     if plan.queries is not None and plan.keys is not None:
         queries, keys = _encode(plan.queries, q, inputs, offset), _encode(plan.keys, k, inputs, offset)
-    held = plan.buffers.empty(q)
-    plan.chunks(queries, keys, v, beta, decay, None, None, cu_seqlens, *held, 0)
-    states, updates = plan.states.empty(q), plan.updates.empty(q)
-    plan.scan(*held[:6], initial, None, None, states, updates, cu_seqlens)
-    held = held._replace(corrected=None)  # each is let go when no launch needs it any more
-    dstates, dupdates = plan.states.empty(q), plan.updates.empty(q)
-    plan.reverse(
-        held.from_start, held.until_end, held.scores, held.predicted, held.kept, grad, grad_state, first,
-        dstates, dupdates, cu_seqlens,
-    )  # fmt: skip
-    held = held._replace(from_start=None, until_end=None, predicted=None, kept=None)
-    dv, dbeta = plan.dv.empty(q), plan.dbeta.empty(q)
-    ddecay = None if plan.ddecay is None else plan.ddecay.empty(q)
-    corrections, of_pairs = plan.corrections.empty(q), plan.pair_gradients.empty(q)
-    plan.pairs(
-        v, beta, decay, cu_seqlens, grad, held.scores, held.inverse, held.decayed, states, updates, dupdates,
-        corrections, of_pairs, dv, dbeta, ddecay,
-    )  # fmt: skip
-    del held, dupdates
-    dq, dk = plan.dq.empty(q), plan.dk.empty(q)
+    dq, dk, dv, dbeta = plan.dq.empty(q), plan.dk.empty(q), plan.dv.empty(q), plan.dbeta.empty(q)
     of_q, of_k = dq, dk
     if plan.queries is not None and plan.keys is not None:
         of_q, of_k = plan.queries.grads.empty(q), plan.keys.grads.empty(q)
-    plan.features(
-        queries, keys, decay, cu_seqlens, grad, states, updates, dstates, corrections, of_pairs, of_q, of_k, ddecay
-    )
-    del states, updates, dstates, corrections, of_pairs
+    ddecay = plan.gradients(queries, keys, inputs, grad, grad_state, first, (of_q, of_k, dv, dbeta))
     dtheta = None
     if plan.queries is not None and plan.keys is not None:
         rows = ((plan.queries, q, queries, of_q, dq), (plan.keys, k, keys, of_k, dk))
         dtheta = _decode(rows, inputs, options, offset, wanted[5], plans)
     if ddecay is not None and decay is not None:
-        ddecay = (ddecay.sum(-1) if decay.dim() == 3 else ddecay).to(decay.dtype)
+        ddecay = ddecay.to(decay.dtype)
     return dq, dk, dv, dbeta, ddecay, dtheta, first if wanted[6] else None
 
 
@@ -352,23 +366,45 @@ def plan_backward(
     aligned: bool,
 ) -> DeltaBackward:  # fmt: skip
     """Plans `backward`."""
-    q, k, v, beta, decay, _, initial, *_ = inputs
+    q, k, v, beta, _, _, initial, *_ = inputs
     call = DeltaCall(inputs, options, CHUNKS[q.dtype.itemsize < 4])
     dq, dk, dv = layout_of(q, q.shape[3]), layout_of(k, k.shape[3]), layout_of(v, v.shape[3])
-    queries = keys = None
-    rows, grads = (q, k), (dq, dk)
-    if call.encoded or call.group > 1:
-        queries, keys = EncodedRows.of(call, q, dq), EncodedRows.of(call, k, dk)
-        shape = (*q.shape[:2], call.heads, q.shape[3])
-        rows = (torch.empty(q.shape, dtype=q.dtype, device="meta"),) * 2 if call.encoded else rows
-        grads = (torch.empty(shape, dtype=torch.float32, device="meta"),) * 2
     first = None
     if wanted[6] and initial is not None:
         first = Buffer.rows(call.state_shape, initial.dtype)
-    wide, work = wide_values(call), work_dtype(call)
-    shape = (call.slots, call.heads)
+    # Of a short sequence, gradients of decays come from states for the most part, which are in float32 then.
+    narrow = work_dtype(call) == torch.bfloat16 and not (wanted[4] and int(q.shape[1]) <= SHORT)
+    whole = call._replace(chunk=hopper.TOKENS)
+    rows, grads, decoded = (q, k), (dq, dk), None
+    if call.encoded:
+        rows = (torch.empty(q.shape, dtype=q.dtype, device="meta"),) * 2
+        decoded = torch.empty(q.shape, dtype=torch.float32, device="meta")
+    encoded = whole._replace(inputs=inputs._replace(q=rows[0], k=rows[1]))
+    outs = (dq if decoded is None else decoded, dk if decoded is None else decoded, dv)
+    matrices = narrow and aligned and hopper.suits_backward(encoded, (grad, *outs))
+    queries = keys = None
+    if call.encoded or (call.group > 1 and not matrices):
+        heads = q.shape[2] if matrices else call.heads
+        queries, keys = EncodedRows.of(call, q, dq, heads), EncodedRows.of(call, k, dk, heads)
+        grads = (torch.empty((*q.shape[:2], heads, q.shape[3]), dtype=torch.float32, device="meta"),) * 2
+    gradients: MatrixBackward | ChunkedBackward
+    if matrices:
+        gradients = MatrixBackward.of(encoded, grad, grad_state, first, outs)
+    else:
+        given = (call, rows, grad, grad_state, first, grads, dv)
+        gradients = plan_chunked(*given, aligned and narrow, torch.bfloat16 if narrow else torch.float32)
+    dbeta = Buffer.rows(tuple(beta.shape), beta.dtype)
+    return DeltaBackward(Buffer.like(dq), Buffer.like(dk), Buffer.like(dv), dbeta, first, queries, keys, gradients)
+
+
+def plan_chunked(
+    call: DeltaCall, rows: tuple[Tensor, Tensor], grad: Tensor, grad_state: Tensor | None, first: Buffer | None,
+    grads: tuple[Tensor, Tensor], dv: Tensor, aligned: bool, of_states: torch.dtype,
+) -> ChunkedBackward:  # fmt: skip
+    """Plans `ChunkedBackward`. ``rows`` are encoded queries and keys, ``grads`` their gradients, without memory."""
+    decay, initial = call.inputs.decay, call.inputs.initial_state
+    wide, work, shape = wide_values(call), work_dtype(call), (call.slots, call.heads)
     updates = Buffer.rows((*shape, call.chunk, wide), work)
-    of_states = torch.float32 if wanted[4] and int(q.shape[1]) <= SHORT else work
     scan = reverse = None
     if of_states == torch.bfloat16:
         scan = hopper.plan_carry(call, None, initial, None)
@@ -376,12 +412,10 @@ def plan_backward(
     ddecay = None
     if decay is not None:  # that of a head comes in parts
         ddecay = Buffer.rows((*decay.shape, *([parts_of(call)] if decay.dim() == 3 else [])), torch.float32)
-    return DeltaBackward(
-        Buffer.like(dq), Buffer.like(dk), Buffer.like(dv), Buffer.rows(tuple(beta.shape), beta.dtype), ddecay,
-        first, queries, keys, ChunkBuffers.of(call, True),
-        Buffer.rows((*shape, wide, in_power_of_two(call.features)), of_states), updates,
+    return ChunkedBackward(
+        ChunkBuffers.of(call, True), Buffer.rows((*shape, wide, in_power_of_two(call.features)), of_states),
+        updates, updates, Buffer.rows((*shape, 2 * call.chunk, call.chunk), work), ddecay,
         plan_chunks(call, *rows, encoding=False), scan or plan_scan(call, None, initial, None),
-        reverse or plan_reverse_scan(call, grad, grad_state, first), updates,
-        Buffer.rows((*shape, 2 * call.chunk, call.chunk), work), plan_pairs(call, grad, dv),
+        reverse or plan_reverse_scan(call, grad, grad_state, first), plan_pairs(call, grad, dv),
         plan_features(call, *rows, grad, grads),
     )  # fmt: skip

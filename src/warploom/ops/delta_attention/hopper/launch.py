@@ -11,8 +11,16 @@ from warploom.ops.delta_attention.call import DeltaCall, DeltaInputs
 from warploom.ops.delta_attention.configs import CHUNKS
 from warploom.ops.delta_attention.hopper import carry
 from warploom.ops.delta_attention.hopper.carry import hopper_carry_back_kernel, hopper_carry_kernel
+from warploom.ops.delta_attention.hopper.gradients import hopper_gradient_kernel
 from warploom.ops.delta_attention.hopper.matrices import hopper_matrix_kernel
-from warploom.ops.delta_attention.hopper.scan import BLOCK_E, BLOCK_T, FACTORS, hopper_scan_kernel
+from warploom.ops.delta_attention.hopper.reverse import hopper_reverse_kernel, hopper_states_kernel
+from warploom.ops.delta_attention.hopper.scan import (
+    BACKWARD_FACTORS,
+    BLOCK_E,
+    BLOCK_T,
+    FACTORS,
+    hopper_scan_kernel,
+)
 from warploom.ops.delta_attention.triton.launch import State, arguments_of, plan_encode, state_strides
 from warploom.ops.delta_attention.triton.tiles import DeltaSizes
 from warploom.runtime.launch import INTERPRETED, Buffer, Launch, TmaTile, architecture, supports_tma
@@ -60,7 +68,7 @@ class MatrixForward(NamedTuple):
         matrices = Buffer.rows((call.slots, call.heads, 2 * TOKENS, TOKENS), torch.bfloat16)
         factors = Buffer.rows((call.slots, call.heads, FACTORS.value), torch.float32)
         scan = _plan_scan(call, out, initial, final)
-        return cls(encoded, encode_queries, encode_keys, matrices, factors, _plan_matrices(call), scan)
+        return cls(encoded, encode_queries, encode_keys, matrices, factors, _plan_matrices(call, False), scan)
 
     def __call__(self, inputs: DeltaInputs, offset: int, out: Tensor, final: Tensor | None) -> None:
         """Launches it."""
@@ -75,6 +83,60 @@ class MatrixForward(NamedTuple):
         self.scan(q, k, v, matrices, out, factors, initial, final)
 
 
+class MatrixBackward(NamedTuple):
+    """Plan of the gradients of a call whose queries and keys are encoded: two scans between matrices and gradients."""
+
+    matrices: Buffer
+    factors: Buffer
+    states: Buffer  # also of their gradients
+    rows: Buffer  # corrected values, and their gradients
+    ddecay: Buffer | None
+    of_chunks: Launch
+    scan: Launch
+    reverse: Launch
+    gradients: Launch
+
+    @classmethod
+    def of(
+        cls, call: DeltaCall, grad: Tensor, grad_state: State, first: State, outs: tuple[Tensor, ...]
+    ) -> MatrixBackward:
+        """Plans that of a call on chunks of `TOKENS`. ``outs``, of queries, keys and values, have no memory yet."""
+        decay, values = call.inputs.decay, call.values
+        shape = (call.slots, call.heads)
+        return cls(
+            Buffer.rows((*shape, 2 * TOKENS, TOKENS), torch.bfloat16),
+            Buffer.rows((*shape, BACKWARD_FACTORS.value), torch.float32),
+            Buffer.rows((*shape, values, call.features), torch.bfloat16),
+            Buffer.rows((*shape, TOKENS, values), torch.bfloat16),
+            None if decay is None else Buffer.rows(tuple(decay.shape), torch.float32),
+            _plan_matrices(call, True), _plan_states(call), _plan_reverse(call, grad, grad_state, first),
+            _plan_gradients(call, grad, outs),
+        )  # fmt: skip
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, inputs: DeltaInputs, grad: Tensor, grad_state: Tensor | None,
+        first: Tensor | None, outs: tuple[Tensor, ...],
+    ) -> Tensor | None:  # fmt: skip
+        """Launches it, with ``outs`` of queries, keys, values and β. Returns the gradient of decays in float32."""
+        _, _, v, beta, decay, _, initial, *_ = inputs
+        dq, dk, dv, dbeta = outs
+        matrices, factors = self.matrices.empty(v), self.factors.empty(v)
+        self.of_chunks(queries, keys, beta, decay, matrices, factors)
+        states, updates = self.states.empty(v), self.rows.empty(v)
+        self.scan(keys, v, matrices, factors, initial, states, updates)
+        dstates, rests = self.states.empty(v), self.rows.empty(v)
+        self.reverse(queries, keys, grad, matrices, factors, grad_state, first, dstates, rests)
+        ddecay = None if self.ddecay is None else self.ddecay.empty(v)
+        self.gradients(queries, keys, grad, updates, rests, v, states, dstates, factors, dv, dq, dk, dbeta, ddecay)
+        return ddecay
+
+
+def suits_backward(call: DeltaCall, rows: tuple[Tensor, ...]) -> bool:
+    """Returns whether a call takes `MatrixBackward`, apart from addresses: ``rows`` are its gradients, that given first."""
+    whole = call.decay != "feature" and call.values <= 128 and _has_tiles(call, rows[0])
+    return whole and all(supports_tma(x) for x in (*call.inputs[:3], *rows))
+
+
 def suits(call: DeltaCall, out: Tensor) -> bool:
     """Returns whether a call takes `MatrixForward`, apart from addresses."""
     q, k, v = call.inputs.q, call.inputs.k, call.inputs.v
@@ -84,7 +146,7 @@ def suits(call: DeltaCall, out: Tensor) -> bool:
 def _has_tiles(call: DeltaCall, rows: Tensor) -> bool:
     """Returns whether a call's sizes and rows of values are those of the kernels."""
     q = call.inputs.q
-    if INTERPRETED or architecture(q.device) != 90 or call.inputs.cu_seqlens is not None:
+    if INTERPRETED or architecture(call.inputs.v.device) != 90 or call.inputs.cu_seqlens is not None:
         return False
     if not (call.features in WIDTHS and call.values % BLOCK_E.value == 0 and call.values <= 256):
         return False
@@ -187,9 +249,11 @@ def _sizes(call: DeltaCall, columns: int) -> DeltaSizes:
     return sizes
 
 
-def _plan_matrices(call: DeltaCall) -> Launch:
+def _plan_matrices(call: DeltaCall, backward: bool) -> Launch:
     key_heads = call.heads // call.group
     programs = call.slots * key_heads
+    if backward:  # what is left of the scale is in the gradients
+        call = call._replace(options=call.options._replace(kind="none", normalize=False, scale=1.0))
     parts = 1 if programs >= FEW else -(-call.group // 2)
     return Launch(
         hopper_matrix_kernel,
@@ -202,17 +266,84 @@ def _plan_matrices(call: DeltaCall) -> Launch:
         NORMALIZE=call.options.normalize,
         DECAYS=call.decay != "none",
         HEADS=min(call.group, 2),
+        BACKWARD=backward,
         **_row_tiles(call),
         matrices_desc=_matrix_tiles(call),
     )
 
 
+def _plan_states(call: DeltaCall) -> Launch:
+    columns, initial = call.values // BLOCK_E.value, call.inputs.initial_state
+    return Launch(
+        hopper_states_kernel,
+        call.sequences * call.heads * columns,
+        takes=("k_desc", "v_desc", "matrices_desc", "factors", "initial", "states_desc", "updates_desc"),
+        unaligned=("initial",),
+        num_warps=4,
+        sizes=_sizes(call, columns),
+        initial_strides=state_strides(initial),
+        DECAYS=call.decay != "none",
+        k_desc=_row_tiles(call)["k_desc"],
+        v_desc=_tiles_of_rows(call.inputs.v, BLOCK_E.value),
+        matrices_desc=_tile_of_buffer(call, 2 * TOKENS, TOKENS, (TOKENS, TOKENS)),
+        states_desc=_tile_of_buffer(call, call.values, call.features, (BLOCK_E.value, call.features)),
+        updates_desc=_tile_of_buffer(call, TOKENS, call.values, (TOKENS, BLOCK_E.value)),
+    )
+
+
+def _plan_reverse(call: DeltaCall, grad: Tensor, last: State, first: State) -> Launch:
+    columns = call.values // BLOCK_E.value
+    return Launch(
+        hopper_reverse_kernel,
+        call.sequences * call.heads * columns,
+        takes=(
+            *("q_desc", "k_desc", "grad_desc", "matrices_desc", "factors", "last", "first", "states_desc"),
+            "rests_desc",
+        ),
+        unaligned=("last",),
+        num_warps=4,
+        sizes=_sizes(call, columns),
+        last_strides=state_strides(last),
+        first_strides=state_strides(first),
+        DECAYS=call.decay != "none",
+        **_row_tiles(call),
+        grad_desc=_tiles_of_rows(grad, BLOCK_E.value),
+        matrices_desc=_matrix_tiles(call),
+        states_desc=_tile_of_buffer(call, call.values, call.features, (BLOCK_E.value, call.features)),
+        rests_desc=_tile_of_buffer(call, TOKENS, call.values, (TOKENS, BLOCK_E.value)),
+    )
+
+
+def _plan_gradients(call: DeltaCall, grad: Tensor, outs: tuple[Tensor, ...]) -> Launch:
+    dq, dk, dv = outs
+    e, d = call.values, call.features
+    rows = _tile_of_buffer(call, TOKENS, e, (TOKENS, e))
+    states = _tile_of_buffer(call, e, d, (e, d))
+    return Launch(
+        hopper_gradient_kernel,
+        call.slots * (call.heads // call.group),
+        takes=(
+            *("q_desc", "k_desc", "grad_desc", "updates_desc", "rests_desc", "v_desc", "states_desc"),
+            *("grad_states_desc", "factors", "dv_desc", "dq_desc", "dk_desc", "dbeta", "ddecay"),
+        ),
+        num_warps=8,
+        sizes=_sizes(call, 1),
+        DECAYS=call.decay != "none",
+        **_row_tiles(call),
+        grad_desc=_tiles_of_rows(grad, e),
+        v_desc=_tiles_of_rows(call.inputs.v, e),
+        dv_desc=_tiles_of_rows(dv, e),
+        updates_desc=rows,
+        rests_desc=rows,
+        states_desc=states,
+        grad_states_desc=states,
+        dq_desc=_tiles_of_rows(dq, d),
+        dk_desc=_tiles_of_rows(dk, d),
+    )
+
+
 def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> Launch:
     columns = call.values // BLOCK_E.value
-    values: dict[str, Any] = {
-        name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, BLOCK_E.value))
-        for name, x in (("v_desc", call.inputs.v), ("out_desc", out))
-    }
     return Launch(
         hopper_scan_kernel,
         call.sequences * call.heads * columns,
@@ -224,7 +355,8 @@ def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> La
         final_strides=state_strides(final),
         DECAYS=call.decay != "none",
         **_row_tiles(call),
-        **values,
+        v_desc=_tiles_of_rows(call.inputs.v, BLOCK_E.value),
+        out_desc=_tiles_of_rows(out, BLOCK_E.value),
         matrices_desc=_matrix_tiles(call),
     )
 
@@ -232,7 +364,12 @@ def _plan_scan(call: DeltaCall, out: Tensor, initial: State, final: State) -> La
 def _row_tiles(call: DeltaCall) -> dict[str, Any]:
     """Returns tiles of queries and keys."""
     rows = (("q_desc", call.inputs.q), ("k_desc", call.inputs.k))
-    return {name: TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, call.features)) for name, x in rows}
+    return {name: _tiles_of_rows(x, call.features) for name, x in rows}
+
+
+def _tiles_of_rows(x: Tensor, width: int) -> TmaTile:
+    """Returns tiles of rows (B, N, H, features)."""
+    return TmaTile(x, (0, 2, 1, 3), (1, 1, TOKENS, width))
 
 
 def _matrix_tiles(call: DeltaCall) -> TmaTile:

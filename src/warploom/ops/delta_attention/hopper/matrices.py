@@ -26,7 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from warploom.device.decays import clamp_decay, exp
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import barriers, matrix, thread_barrier
-from warploom.ops.delta_attention.hopper.scan import BLOCK_T, FACTORS, WHOLE
+from warploom.ops.delta_attention.hopper.scan import (
+    BACKWARD_FACTORS,
+    BLOCK_T,
+    FACTORS,
+    SUMS,
+    WHOLE,
+)
 from warploom.ops.delta_attention.triton.tiles import EPSILON, STEPS, DeltaSizes, exact_terms
 
 HALF = gl.constexpr(32)  # tokens of half a chunk
@@ -118,7 +124,7 @@ def load_gates(beta, decay, h, n, place, sizes, DECAYS: gl.constexpr):
 
 
 @gluon.jit
-def store_numbers(own, g, factors, h, place, buffers, sizes, DECAYS: gl.constexpr):
+def store_numbers(own, g, factors, h, place, buffers, sizes, DECAYS: gl.constexpr, BACKWARD: gl.constexpr):
     """Stores what tokens have one number each of: for this program, and in ``factors`` for the scan.
 
     Sums of multiples of 1/STEPS are exact, and so are their differences: see `tiles.decays_between`.
@@ -129,7 +135,8 @@ def store_numbers(own, g, factors, h, place, buffers, sizes, DECAYS: gl.constexp
     keys = buffers.lengths.index(0).load(TOKENS)[None, :] + gl.zeros([HEADS, BLOCK_T], gl.float32, NUMBERS)
     queries = buffers.lengths.index(1).load(TOKENS)[None, :] + gl.zeros([HEADS, BLOCK_T], gl.float32, NUMBERS)
     slot = place.slot.to(gl.int64) * sizes.heads
-    to = factors + ((slot + h)[:, None] * FACTORS + t[None, :])
+    WIDTH: gl.constexpr = BACKWARD_FACTORS if BACKWARD else FACTORS
+    to = factors + ((slot + h)[:, None] * WIDTH + t[None, :])
     mask = (h < place.end)[:, None] & (t >= 0)[None, :]
     buffers.numbers.slice(BETA * HEADS * BLOCK_T, HEADS * BLOCK_T).store(own.reshape([HEADS * BLOCK_T]))
     until = keys
@@ -147,9 +154,12 @@ def store_numbers(own, g, factors, h, place, buffers, sizes, DECAYS: gl.constexp
         keys *= since
         queries *= since
         whole = exp(all_coarse + all_fine, False)
-        gl.store(factors + ((slot + h) * FACTORS + WHOLE), whole, mask=h < place.end)
+        gl.store(factors + ((slot + h) * WIDTH + WHOLE), whole, mask=h < place.end)
+        if BACKWARD:
+            gl.store(to + SUMS, coarse_sums, mask=mask)
+            gl.store(to + (SUMS + BLOCK_T), fine_sums, mask=mask)
     gl.store(to, keys, mask=mask)
-    gl.store(to + BLOCK_T, queries, mask=mask)
+    gl.store(to + BLOCK_T, own if BACKWARD else queries, mask=mask)
     gl.store(to + 2 * BLOCK_T, until, mask=mask)
 
 
@@ -162,7 +172,8 @@ def numbers_of(buffers, kind: gl.constexpr, own: gl.constexpr):
 @gluon.jit
 def head_of(tiles, own: gl.constexpr):
     """Returns the tiles (2, 1, HALF, HALF) of a head in shared memory."""
-    return tiles.reshape([2, heads_in(tiles), HALF, HALF]).slice(own, 1, dim=1)
+    HEADS: gl.constexpr = tiles.shape[0] // 2
+    return tiles.reshape([2, HEADS, HALF, HALF]).slice(own, 1, dim=1)
 
 
 @gluon.jit
@@ -276,17 +287,19 @@ def merge_halves(buffers):
 
 
 @gluon.jit
-def store_inverse(own: gl.constexpr, buffers):
-    """Stores ``T β`` of a head where it leaves from."""
+def store_inverse(own: gl.constexpr, buffers, BACKWARD: gl.constexpr):
+    """Stores ``T β`` of a head where it leaves from, or ``T`` for the backward."""
     FOUR: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 1, 4, 8], [2, 1, 2, 1], [3, 2, 1, 0])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, OUT)
     halves = head_of(buffers.halves, own).load(FOUR).reshape([BLOCK_T, HALF])
     below = head_of(buffers.below, own).load(FOUR).reshape([BLOCK_T, HALF])
     halves, below = gl.convert_layout(halves, OUT), gl.convert_layout(below, OUT)
     first = gl.arange(0, BLOCK_T, gl.SliceLayout(1, OUT))[:, None] < HALF
-    numbers = numbers_of(buffers, BETA, own)
-    left = gl.where(first, halves, below) * numbers.slice(0, HALF).load(COLUMNS)[None, :]
-    right = gl.where(first, 0.0, halves) * numbers.slice(HALF, HALF).load(COLUMNS)[None, :]
+    left, right = gl.where(first, halves, below), gl.where(first, 0.0, halves)
+    if not BACKWARD:
+        numbers = numbers_of(buffers, BETA, own)
+        left *= numbers.slice(0, HALF).load(COLUMNS)[None, :]
+        right *= numbers.slice(HALF, HALF).load(COLUMNS)[None, :]
     dtype: gl.constexpr = buffers.out.dtype
     both = gl.join(left.to(dtype), right.to(dtype)).permute([0, 2, 1]).reshape([BLOCK_T, BLOCK_T])
     matrix(buffers.out, own).slice(0, BLOCK_T, dim=0).store(both)
@@ -295,12 +308,13 @@ def store_inverse(own: gl.constexpr, buffers):
 @gluon.jit
 def hopper_matrix_kernel(
     q_desc, k_desc, beta, decay, matrices_desc, factors, sizes: DeltaSizes, NORMALIZE: gl.constexpr, DECAYS: gl.constexpr,
-    HEADS: gl.constexpr,
+    HEADS: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     """Writes matrices and factors of one chunk, for ``group / columns`` heads of values that share one of keys.
 
     ``matrices`` (slots, H, 2T, T) are ``T β`` and below it ``P`` times the scale. ``factors`` (slots, H, `FACTORS`) in
-    float32 are those of ``K̃``, ``Q̃`` and ``K̂``, T each, then the decay over the chunk.
+    float32 are those of ``K̃``, ``Q̃`` and ``K̂``, T each, then the decay over the chunk. For the backward, ``T`` stands in
+    the place of ``T β``, and β in that of ``Q̃``'s; `BACKWARD_FACTORS` numbers have the sums of logarithms of decays too.
     """
     dtype: gl.constexpr = k_desc.dtype
     D: gl.constexpr = k_desc.block_type.shape[3]
@@ -347,7 +361,7 @@ def hopper_matrix_kernel(
     out = gl.allocate_shared_memory(dtype, [HEADS, 1, 1, 2 * BLOCK_T, BLOCK_T], matrices_desc.layout)
     buffers = MatrixBuffers(lengths, numbers, halves, below, out)
     for head in range(place.head, place.end, HEADS):
-        store_numbers(own, g, factors, head + heads, place, buffers, sizes, DECAYS)
+        store_numbers(own, g, factors, head + heads, place, buffers, sizes, DECAYS, BACKWARD)
         own, g = load_gates(beta, decay, head + HEADS + heads, n, place, sizes, DECAYS)
         tma.store_wait(0)
         thread_barrier()
@@ -361,7 +375,7 @@ def hopper_matrix_kernel(
         merge_halves(buffers)
         thread_barrier()
         for i in gl.static_range(HEADS):
-            store_inverse(i, buffers)
+            store_inverse(i, buffers, BACKWARD)
         fence_async_shared()
         thread_barrier()
         for i in gl.static_range(HEADS):

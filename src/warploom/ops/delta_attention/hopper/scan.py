@@ -35,43 +35,53 @@ from warploom.ops.delta_attention.triton.tiles import DeltaSizes
 BLOCK_T = gl.constexpr(64)  # tokens of a chunk
 BLOCK_E = gl.constexpr(64)  # columns of a state
 FACTORS = gl.constexpr(256)  # numbers of a chunk in ``factors``
+BACKWARD_FACTORS = gl.constexpr(512)  # for the backward
 WHOLE = gl.constexpr(192)  # which of them is the decay over the chunk
+SUMS = gl.constexpr(256)  # from where on sums of logarithms of decays lie, the coarse and the fine parts
 STAGES = gl.constexpr(3)
 VALUE_STAGES = gl.constexpr(6)  # results leave from where values came to
+BACKWARD_VALUE_STAGES = gl.constexpr(4)
 
 
 class ChunkRing(NamedTuple):
     """Buffers that chunks pass through."""
 
-    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, T, D)
-    k: gl.shared_memory_descriptor
-    matrices: gl.shared_memory_descriptor  # (STAGES, 1, 1, 2T, T)
+    q: gl.shared_memory_descriptor  # (STAGES, 1, 1, T, D), or another buffer where they are not needed
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, T, D)
+    matrices: gl.shared_memory_descriptor  # (STAGES, 1, 1, 2T, T), or (STAGES, 1, 1, T, T) without queries
     factors: gl.shared_memory_descriptor  # (STAGES, FACTORS)
     full: gl.shared_memory_descriptor  # barriers of these
     empty: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor  # (VALUE_STAGES, 1, 1, T, E)
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    states: gl.shared_memory_descriptor  # (2, 1, 1, E, D), on their way out, for the backward
 
 
 @gluon.jit
-def copy_chunks(q_desc, k_desc, v_desc, matrices_desc, factors, chunks, place, sizes):
-    """Runs the warp that copies."""
+def copy_chunks(
+    REVERSE: gl.constexpr, WIDTH: gl.constexpr, q_desc, k_desc, v_desc, matrices_desc, factors, chunks, place, sizes
+):
+    """Runs the warp that copies. ``WIDTH`` numbers lie in ``factors`` for each chunk."""
+    ROWS: gl.constexpr = 1 if q_desc is None else 2
     b, h, slot = place.b.to(gl.int32), place.h.to(gl.int32), place.slot.to(gl.int32)
     of_group = h // sizes.group
     x = gl.arange(0, FACTORS, gl.BlockedLayout([4], [32], [1], [0]))
-    for c in range((place.length + BLOCK_T - 1) // BLOCK_T):
-        given = gl.load(factors + ((place.slot + c) * sizes.heads + place.h) * FACTORS + x)
-        i = wait_empty(chunks.v_empty, c)
+    count = (place.length + BLOCK_T - 1) // BLOCK_T
+    for n in range(count):
+        c = count - 1 - n if REVERSE else n
+        given = gl.load(factors + ((place.slot + c) * sizes.heads + place.h) * WIDTH + x)
+        i = wait_empty(chunks.v_empty, n)
         mbarrier.expect(chunks.v_full.index(i), v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             v_desc, [b, h, c * BLOCK_T, place.column * BLOCK_E], chunks.v_full.index(i), chunks.v.index(i)
         )
-        i = wait_empty(chunks.empty, c)
+        i = wait_empty(chunks.empty, n)
         full = chunks.full.index(i)
-        mbarrier.expect(full, 2 * k_desc.block_type.nbytes + matrices_desc.block_type.nbytes)
+        mbarrier.expect(full, ROWS * k_desc.block_type.nbytes + matrices_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [b, of_group, c * BLOCK_T, 0], full, chunks.k.index(i))
-        tma.async_copy_global_to_shared(q_desc, [b, of_group, c * BLOCK_T, 0], full, chunks.q.index(i))
+        if q_desc is not None:
+            tma.async_copy_global_to_shared(q_desc, [b, of_group, c * BLOCK_T, 0], full, chunks.q.index(i))
         tma.async_copy_global_to_shared(matrices_desc, [slot + c, h, 0, 0], full, chunks.matrices.index(i))
         chunks.factors.index(i).store(given)
         thread_barrier()
@@ -88,24 +98,64 @@ def state_pointers(ptr, place, strides, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def load_initial(initial, place, strides, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the program's columns (E, D) of the state before the first chunk."""
+    if initial is None:
+        state = gl.zeros([BLOCK_E, D], gl.float32, LAYOUT)
+    else:
+        state = gl.load(state_pointers(initial, place, strides, D, LAYOUT)).to(gl.float32)
+    return state
+
+
+@gluon.jit
+def load_whole(DECAYS: gl.constexpr, WIDTH: gl.constexpr, factors, c, place, sizes):
+    """Returns the decay over a chunk."""
+    whole = 1.0
+    if DECAYS:
+        whole = gl.load(factors + ((place.slot + c) * sizes.heads + place.h) * WIDTH + WHOLE)
+    return whole
+
+
+@gluon.jit
+def allocate(q_desc, k_desc, v_desc, matrices_desc, states_desc):
+    """Returns the buffers, with their barriers."""
+    dtype: gl.constexpr = k_desc.dtype
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    M: gl.constexpr = matrices_desc.block_type.shape[2]
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], k_desc.layout)
+    matrices = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, BLOCK_T], matrices_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q, states = k, k
+    if q_desc is not None:
+        q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], q_desc.layout)
+    if states_desc is not None:
+        states = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_E, D], states_desc.layout)
+    full, empty = barriers(STAGES), barriers(STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # of tiles, and of factors
+        mbarrier.init(empty.index(i), count=1)
+    COUNT: gl.constexpr = VALUE_STAGES if states_desc is None else BACKWARD_VALUE_STAGES
+    v = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, BLOCK_T, BLOCK_E], v_desc.layout)
+    v_full, v_empty = barriers(COUNT), barriers(COUNT)
+    init_ring(v_full, v_empty, 1)
+    return ChunkRing(q, k, matrices, numbers, full, empty, v, v_full, v_empty, states)
+
+
+@gluon.jit
 def multiply_chunks(
     DECAYS: gl.constexpr, out_desc, factors, initial, final, initial_strides, final_strides, chunks, place, sizes
-):
+):  # fmt: skip
     """Runs the warps that multiply."""
     D: gl.constexpr = chunks.k.shape[4]
     dtype: gl.constexpr = chunks.k.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, RESULT)
-    if initial is None:
-        state = gl.zeros([BLOCK_E, D], gl.float32, STATE)
-    else:
-        state = gl.load(state_pointers(initial, place, initial_strides, D, STATE)).to(gl.float32)
+    state = load_initial(initial, place, initial_strides, D, STATE)
     zeros = gl.zeros([BLOCK_E, BLOCK_T], gl.float32, RESULT)
     b, h = place.b.to(gl.int32), place.h.to(gl.int32)
     for c in range((place.length + BLOCK_T - 1) // BLOCK_T):
-        if DECAYS:
-            whole = gl.load(factors + ((place.slot + c) * sizes.heads + place.h) * FACTORS + WHOLE)
+        whole = load_whole(DECAYS, FACTORS, factors, c, place, sizes)
         before = as_factor(state, dtype, RESULT)
         i = wait_full(chunks.full, c)
         q, k, both = matrix(chunks.q, i), matrix(chunks.k, i), matrix(chunks.matrices, i)
@@ -156,26 +206,13 @@ def hopper_scan_kernel(
 
     Descriptors are of (B, H, N, features), that of ``matrices`` of (slots, H, 2T, T).
     """
-    dtype: gl.constexpr = k_desc.dtype
-    D: gl.constexpr = k_desc.block_type.shape[3]
     place = find_sequence(None, sizes)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_T, D], k_desc.layout)
-    matrices = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 2 * BLOCK_T, BLOCK_T], matrices_desc.layout)
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES), barriers(STAGES)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # of tiles, and of factors
-        mbarrier.init(empty.index(i), count=1)
-    v = gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, BLOCK_T, BLOCK_E], v_desc.layout)
-    v_full, v_empty = barriers(VALUE_STAGES), barriers(VALUE_STAGES)
-    init_ring(v_full, v_empty, 1)
-    chunks = ChunkRing(q, k, matrices, numbers, full, empty, v, v_full, v_empty)
+    chunks = allocate(q_desc, k_desc, v_desc, matrices_desc, None)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [(multiply_chunks, (DECAYS, out_desc, factors, initial, final, initial_strides, final_strides, chunks, place,
                             sizes)),
-         (copy_chunks, (q_desc, k_desc, v_desc, matrices_desc, factors, chunks, place, sizes))],
+         (copy_chunks, (False, FACTORS, q_desc, k_desc, v_desc, matrices_desc, factors, chunks, place, sizes))],
         [1], [24],
     )  # fmt: skip

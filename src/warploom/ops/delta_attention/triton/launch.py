@@ -227,10 +227,11 @@ def plan_encode(call: DeltaCall, x: Tensor, encoded: Tensor) -> Launch:
 
 
 def plan_decode(call: DeltaCall, x: Tensor, encoded: Tensor, grads: Tensor, dx: Tensor) -> Launch:
-    """Plans the gradients of queries or keys, rotated as they are, from those of each head of values."""
+    """Plans the gradients of queries or keys, rotated as they are, from those of each head, or of each one of values."""
     layout = layout_of_entries(Strides, x, encoded, grads, dx)
     heads = x.shape[2]
     _, rest = arguments_of(call, layout, "encoding", encoding=True, heads=heads)
+    rest["sizes"] = rest["sizes"]._replace(group=grads.shape[2] // heads)
     return Launch(
         decode_kernel,
         call.slots * heads,
