@@ -305,6 +305,8 @@ CALLS: tuple[Call, ...] = tuple(
          {"n": 200, "d": 64, "dtype": HALF, "decay": 3, "grad": False}),
         ("delta_attention", delta_attention, "delta-hopper-gradients", _delta,
          {"n": 520, "d": 64, "dtype": HALF, "decay": 3}),
+        ("delta_attention", delta_attention, "delta-hopper-carry", _delta,
+         {"n": 520, "d": 64, "dtype": HALF, "decay": 4}),
         ("delta_attention", delta_attention, "delta-feature", _delta,
          {"n": 70, "d": 24, "dtype": torch.float32, "decay": 4, "cu_seqlens": _BOUNDS, "encoding": "rotate",
           "theta": _random(12)}),
