@@ -1,4 +1,4 @@
-"""A bias on the forward for Hopper: in an interpreter on a CPU, and on a Hopper GPU."""
+"""A bias on the kernels for Hopper: in an interpreter on a CPU, and on a Hopper GPU."""
 
 from typing import Any
 
@@ -23,6 +23,8 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, int], tuple[int, ...], torch.
     "keys of entries": ((2, 130, 200, 2, 2), (128, 128), (2, 1, 1, 200), torch.float32, {"causal": True}),
     "narrow": ((1, 260, 140, 2, 1), (40, 56), (1, 2, 260, 140), torch.float32, {"causal": True, "sink": SINK[:2]}),
     "in pieces": ((1, 150, 200, 2, 1), (192, 128), (1, 2, 150, 200), torch.bfloat16, {"causal": True}),
+    "float32 of entries": ((2, 140, 150, 2, 1), (64, 64), (2, 1, 140, 150), torch.float32, {}),
+    "all": ((2, 192, 140, 2, 2), (128, 128), (1, 1, 192, 140), torch.float16, {}),
     "256": ((1, 140, 140, 2, 2), (256, 256), (1, 2, 140, 140), torch.bfloat16, {}),
 }  # fmt: skip
 
@@ -80,13 +82,23 @@ def test_they_agree_with_the_definition(
     tensors = draw(sizes, width, axes, dtype, device)
     with poison_allocations():
         found = results_of(tensors, options, "triton", of_bias)
-    expected = {"hopper_forward_kernel", "seen_keys_kernel", "masked_query_kernel", "masked_key_kernel"}
-    expected |= {"masked_bias_kernel"} if of_bias else set()
-    assert set(launched) - {"sink_kernel"} == expected
+    backward = {"hopper_biased_backward_kernel"}
+    if max(width) > 128:
+        backward = {"masked_query_kernel", "masked_key_kernel", *(["masked_bias_kernel"] if of_bias else [])}
+    assert set(launched) - {"sink_kernel"} == {"hopper_forward_kernel", "seen_keys_kernel", *backward}
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     eager = results_of(tensors, options, "torch", of_bias)
     exact = results_of([x.detach().double() for x in tensors], wide, "torch", of_bias)
     flash_cases.assert_as_exact(found, eager, exact)
+
+
+@pytest.mark.parametrize("name", ["whole", "of entries", "of keys", "keys of entries", "float32 of entries"])
+def test_the_same_bits_twice(name: str, launched: list[str], device: torch.device) -> None:
+    sizes, width, axes, dtype, options = CASES[name]
+    tensors = draw(sizes, width, axes, dtype, device)
+    one, other = (results_of(tensors, options, "triton", True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(one, other))
+    assert "hopper_biased_backward_kernel" in launched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,6 +115,19 @@ def test_a_row_of_the_smallest_numbers_has_equal_weights(
     alone = flash_attention(q[:, 9:10].double(), k[:, 200:].double(), v[:, 200:].double(), backend="torch")
     torch.testing.assert_close(out[:, 9:10].double(), alone, atol=1e-2, rtol=0.0)
     assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+def test_a_row_of_large_numbers_has_the_gradients_of_equal_weights(
+    number: float, launched: list[str], device: torch.device
+) -> None:
+    q, k, v, bias = draw((1, 70, 264, 2, 2), (64, 64), (1, 1, 70, 264), torch.float32, device)
+    bias = torch.zeros_like(bias)
+    bias[..., 7, :] = number
+    out = flash_attention(q, k, v.requires_grad_(), bias=bias, backend="triton")
+    (gradient,) = torch.autograd.grad(out[:, 7].float().sum(), v)
+    assert "hopper_biased_backward_kernel" in launched
+    torch.testing.assert_close(gradient.float(), torch.full_like(gradient, 1 / 264).float(), atol=0.0, rtol=1e-2)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -128,6 +153,18 @@ def test_keys_hidden_from_all_reach_nothing(
     assert {"hopper_forward_kernel", "seen_keys_kernel"} <= set(launched)
 
 
+def test_rows_in_one_place(launched: list[str], device: torch.device) -> None:
+    """A bias of keys that is expanded to rows has a gradient of each row, by another kernel."""
+    q, k, v, bias = draw((1, 130, 144, 2, 1), (64, 64), (1, 2, 1, 144), torch.bfloat16, device)
+    tensors = [q, k, v, bias.expand(1, 2, 130, 144)]
+    results_of(tensors, {}, "triton", False)
+    assert "hopper_biased_backward_kernel" in launched
+    found = results_of(tensors, {}, "triton", True)
+    exact = results_of([x.detach().double() for x in tensors], {}, "torch", True)
+    flash_cases.assert_as_exact(found, results_of(tensors, {}, "torch", True), exact)
+    assert {"hopper_biased_backward_kernel", "masked_bias_kernel"} <= set(launched)
+
+
 def test_axes_of_stride_zero_and_large_numbers(launched: list[str], device: torch.device) -> None:
     """A bias that is the same for all heads and batch entries by its strides has a gradient of each."""
     q, k, v, bias = draw((2, 130, 144, 2, 1), (64, 64), (1, 1, 130, 144), torch.float32, device)
@@ -139,7 +176,7 @@ def test_axes_of_stride_zero_and_large_numbers(launched: list[str], device: torc
     for one, right in zip(found, exact):
         seen = right != -torch.inf
         assert (one.double() - right)[seen].abs().max() <= 1e-2 * right[seen].abs().max(), right.shape
-    assert {"hopper_forward_kernel", "seen_keys_kernel"} <= set(launched)
+    assert {"hopper_forward_kernel", "hopper_biased_backward_kernel"} <= set(launched)
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,13 @@ def test_a_row_of_the_smallest_numbers_has_equal_weights(
     q, k, v = (x.to(device) for x in draw(dtype, 20, 33))
     bias = torch.zeros(1, 1, 20, 33, device=device, dtype=dtype)
     bias[..., 7, :] = torch.finfo(dtype).min
-    out = flash_attention(q, k, v, bias=bias, backend=backend)
-    mean = v.float().mean(1).repeat_interleave(q.shape[2] // k.shape[2], 1)
-    torch.testing.assert_close(out[:, 7].float(), mean, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=0.0)
+    group, bound = q.shape[2] // k.shape[2], 1e-2 if dtype == torch.bfloat16 else 1e-6
+    out = flash_attention(q, k, v.requires_grad_(), bias=bias, backend=backend)
+    mean = v.float().mean(1).repeat_interleave(group, 1)
+    torch.testing.assert_close(out[:, 7].float(), mean, atol=bound, rtol=0.0)
+    (gradient,) = torch.autograd.grad(out[:, 7].float().sum(), v)
+    expected = torch.full_like(gradient, group / 33).float()
+    torch.testing.assert_close(gradient.float(), expected, atol=bound, rtol=0.0)
 
 
 @backends

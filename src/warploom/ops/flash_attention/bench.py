@@ -236,6 +236,7 @@ OPERATOR = Operator(
         "backward_small_kernel": 64,
         "hopper_forward_kernel": 80,
         "hopper_backward_kernel": 112,  # packed, with a cap and 64 features; without either 64, outside of its loop
+        "hopper_biased_backward_kernel": 208,  # a bias of keys and 64 features; with one of rows 72
         "hopper_key_kernel": 128,  # with a cap and 64 features, still faster than `key_kernel`; otherwise 64
         "hopper_shared_key_kernel": 40,  # with a cap; otherwise 16
         "hopper_shared_query_kernel": 16,

@@ -315,15 +315,31 @@ def choose_masked_backward(
 
 
 def _hopper_masked_backward(
-    call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, _: bool
+    call: Call, masking: Masking, tensors: BackwardTensors, preprocess: variants.Preprocess, wants_bias: bool
 ) -> variants.HopperMaskedBackward | str:
     described = (*tensors.factors, tensors.dk, tensors.dv)
     if obstacle := hopper.mask_obstacle("backward", call, masking, *described):
         return f"HopperMaskedBackward: {obstacle}"
     added, tiles_added = _sums_of(call.shape)
-    launch = hopper.plan_masked_backward(call, masking, described, added)
+    bias, written = masking.bias, None
+    of_bias: variants.BiasGradient | variants.SeparateBiasGradient | None = None
+    if wants_bias and bias is not None:
+        sums = hopper.plan_bias_sums(call, bias)
+        if isinstance(sums, str):
+            note("backward", f"not BiasGradient: {sums}")
+            rows: Any = tensors.factors
+            of_bias = variants.SeparateBiasGradient(launch_masked.plan_bias(call, masking, bias, rows))
+        else:
+            written, of_bias = sums, variants.BiasGradient(sums.parts, sums.sums)
+    launch = hopper.plan_masked_backward(call, masking, described, added, written)
     return variants.HopperMaskedBackward(
-        preprocess, launch, _plan_rounds(call, tensors.dq), Buffer.like(added), tiles_added
+        preprocess,
+        launch,
+        _plan_rounds(call, tensors.dq, masking.bias),
+        Buffer.like(added),
+        tiles_added,
+        _plan_seen(call, masking, tensors.k, tensors.v),
+        of_bias,
     )
 
 
@@ -334,7 +350,8 @@ def _masked_backward(
     rows: Any = tensors.factors
     return variants.MaskedBackward(
         preprocess,
-        has_inverse=call.dtype == torch.float32,
+        # A row of the smallest numbers alone has an lse that has no room for its sum.
+        has_inverse=call.dtype == torch.float32 or masking.bias is not None,
         query=launch_masked.plan_query(call, masking, rows),
         key=launch_masked.plan_key(call, masking, rows),
         bias=None if bias is None else launch_masked.plan_bias(call, masking, bias, rows),
@@ -531,8 +548,8 @@ def _plan_triton_gradient(
     return gradient, grid.splits
 
 
-def _plan_rounds(call: Call, dq: Tensor) -> Launch:
-    """Returns what rounds the gradient of queries that was added up in device memory."""
+def _plan_rounds(call: Call, dq: Tensor, bias: Tensor | None = None) -> Launch:
+    """Returns what rounds the gradient of queries that was added up in device memory, with a bias or without."""
     shape, pdl = call.shape, has_pdl(call.device)
     layout = layout_for(Strides, dq)
     block_r = min(4096 // shape.block_d, 64)
@@ -545,7 +562,7 @@ def _plan_rounds(call: Call, dq: Tensor) -> Launch:
         lse_rows=rows,
         scale=call.scale,
         tiles=RowTiles(layout.vec, layout.unit, shape.head_dim, block_r, shape.block_d),
-        BLOCK_M=hopper.queries_of_a_sum(shape),
+        BLOCK_M=hopper.queries_of_a_sum(shape, bias),
         PDL=pdl,
         **layout.of("dq"),
     )

@@ -304,7 +304,7 @@ def masked_backward(
     # Strides, because what autograd saved may come back with others: from the host's memory, for one.
     given = (grad, grad_lse, q, k, v, inputs.out, masking.bias, masking.alibi)
     strides = tuple([None if x is None else x.stride() for x in given])
-    aligned = are_aligned(q, k, v, grad)
+    aligned = are_aligned(q, k, v, grad, *(() if masking.bias is None else (masking.bias,)))
     dtypes = grad.dtype, None if grad_lse is None else grad_lse.dtype
     key = ("masked", precision, aligned, dtypes, strides, wants_bias)
     plan = plans.known.get(key)

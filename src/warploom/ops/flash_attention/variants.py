@@ -372,25 +372,74 @@ class MaskedBackward(NamedTuple):
         return numbers.delta
 
 
+class BiasGradient(NamedTuple):
+    """The gradient of a bias from the kernel for Hopper: in parts, which are summed, or at once.
+
+    What no query sees by its place of a bias of keys is in no part, which are sums then.
+    """
+
+    parts: Buffer | None
+    sums: Launch | None
+
+    def begin(self, dbias: Tensor) -> Tensor | None:
+        """Returns the memory that the kernel writes."""
+        if self.parts is None:
+            return dbias
+        written = self.parts.empty(dbias)
+        return written.zero_() if dbias.shape[2] == 1 else written
+
+    def finish(
+        self, written: Tensor | None, dbias: Tensor, inputs: BackwardInputs, rows: BackwardRows, masking: Masking
+    ) -> None:
+        """Sum the parts."""
+        if self.sums is not None:
+            self.sums(written, dbias)
+
+
+class SeparateBiasGradient(NamedTuple):
+    """The kernel in Triton for the gradient of a bias alone."""
+
+    launch: Launch
+
+    def begin(self, dbias: Tensor) -> Tensor | None:
+        """Returns None: the kernel for Hopper writes nothing of it."""
+        return None
+
+    def finish(
+        self, written: Tensor | None, dbias: Tensor, inputs: BackwardInputs, rows: BackwardRows, masking: Masking
+    ) -> None:
+        """Form the gradient."""
+        q, k, v, grad, used = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mask.seqused_k
+        factors = q, k, v, grad, rows.lse, rows.delta, rows.inverse
+        self.launch(*factors, dbias, used, masking.tiles, masking.bits, masking.bias, masking.alibi)
+
+
 class HopperMaskedBackward(NamedTuple):
-    """The kernel for Hopper that forms all gradients, on masks by tiles or with slopes, and what rounds dq."""
+    """The kernel for Hopper that forms all gradients with masks by tiles, slopes or a bias, and what rounds dq."""
 
     preprocess: Preprocess
     launch: Launch
     rounds: Launch
     added: Buffer  # dq, without the scale
     tiles_added: Buffer  # how many tiles of keys, at each tile of queries
+    seen: SeenKeys | None  # with a bias
+    bias: BiasGradient | SeparateBiasGradient | None
 
-    def __call__(self, inputs: BackwardInputs, gradients: Gradients, _: Tensor | None, masking: Masking) -> Tensor:
-        q, (dq, dk, dv) = inputs.q, gradients
+    def __call__(
+        self, inputs: BackwardInputs, gradients: Gradients, dbias: Tensor | None, masking: Masking
+    ) -> Tensor:
+        q, k, v, (dq, dk, dv) = inputs.q, inputs.k, inputs.v, gradients
         counters, tiles_added, added = COUNTERS.empty(q), self.tiles_added.empty(q), self.added.empty(q)
-        lse, delta, _, _ = self.preprocess(inputs, None, counters, tiles_added)
-        self.launch(
-            q, inputs.k, inputs.v, inputs.grad, dk, dv, added, lse, delta, counters, tiles_added,
-            *masking.of_columns_alone,
-        )  # fmt: skip
+        masks: tuple[Tensor | None, ...] = masking.of_columns_alone
+        written = None if self.bias is None or dbias is None else self.bias.begin(dbias)
+        if self.seen is not None:
+            masks = masking.bias, self.seen(k, v, masking.bias), written
+        rows = self.preprocess(inputs, None, counters, tiles_added)
+        self.launch(q, k, v, inputs.grad, dk, dv, added, rows.lse, rows.delta, counters, tiles_added, *masks)
         self.rounds(added, tiles_added, dq)
-        return delta
+        if self.bias is not None and dbias is not None:
+            self.bias.finish(written, dbias, inputs, rows, masking)
+        return rows.delta
 
 
 class TritonGradient(NamedTuple):

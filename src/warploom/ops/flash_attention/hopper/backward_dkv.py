@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
 from warploom.device.hopper.pipeline import Ring, as_factor, copy_tile, matrix, new_ring, wait_empty
+from warploom.ops.flash_attention.hopper.bias import copy_bias
 from warploom.ops.flash_attention.hopper.masks import own_keys
 from warploom.ops.flash_attention.hopper.softmax import transposed_weights_of
 from warploom.ops.flash_attention.hopper.tile_mask import TILE, column_list, tile_at
@@ -88,6 +89,7 @@ class KeyKernel(NamedTuple):
     added: gl.tensor | None  # see `backward_fused.hopper_backward_kernel`
     tiles_added: gl.tensor | None
     call: AttentionCall
+    bias: gl.tuple | None = None  # see `bias.BiasTiles`
 
 
 @gluon.jit
@@ -130,6 +132,7 @@ def copy_for_keys(config: gl.constexpr, kernel):
     ORDERED: gl.constexpr = config.ORDERED
     BLOCK_M: gl.constexpr = q.tiles.shape[3]
     BLOCK_N: gl.constexpr = config.GROUPS * ROWS
+    HAS_TILES_OF_BIAS: gl.constexpr = config.BIAS is not None and config.BIAS != 0
     tokens = call.lengths.tokens
     key_heads = schedule.heads // schedule.group
     batch_size = schedule.rows // key_heads
@@ -167,6 +170,8 @@ def copy_for_keys(config: gl.constexpr, kernel):
             if kernel.inverse is not None:
                 kernel.inverses.index(stage).store(row_inverse)
             copy_tile(kernel.q_desc, batch, head, m, q, count, batch_size, TERMS)
+            if HAS_TILES_OF_BIAS:
+                copy_bias(kernel.bias, batch, head, m, place.block * BLOCK_N, count)
             copied.deltas.index(wait_empty(do.empty, count)).store(row_delta)
             copy_tile(kernel.do_desc, batch, head, m, do, count, batch_size, TERMS)
             count += 1

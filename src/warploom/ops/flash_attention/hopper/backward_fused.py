@@ -21,8 +21,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.device.hopper import tma
-from warploom.device.hopper.pipeline import as_factor, barriers, init_each, matrix, new_ring, wait_empty
+from warploom.device.hopper.pipeline import (
+    as_factor,
+    barriers,
+    init_each,
+    matrix,
+    new_ring,
+    thread_barrier,
+    wait_empty,
+)
 from warploom.ops.flash_attention.hopper.backward_dkv import KeyKernel, QueryBuffers, copy_for_keys, query_in_order
+from warploom.ops.flash_attention.hopper.bias import (
+    BiasSteps,
+    BiasTiles,
+    OwnBias,
+    clear_own_hidden,
+    key_bias,
+    seen_words,
+    store_key_sums,
+    take_bias,
+    write_zeros,
+)
 from warploom.ops.flash_attention.hopper.masks import OwnKeys, own_keys
 from warploom.ops.flash_attention.hopper.softmax import weights_and_slopes
 from warploom.ops.flash_attention.hopper.tile_mask import (
@@ -68,7 +87,9 @@ class Exchange(NamedTuple):
     groups exchange them in shared memory, and each forms its part, 64 queries times 64 features.
     """
 
-    dlogits: gl.shared_memory_descriptor  # (2 · GROUPS, 64, queries), transposed
+    dlogits: (
+        gl.shared_memory_descriptor
+    )  # (2 · GROUPS, 64, queries), transposed; or (2 · GROUPS, 1, 1, queries, 64)
     full: gl.shared_memory_descriptor  # two barriers
     empty: gl.shared_memory_descriptor  # two barriers
     k_tiles: gl.shared_memory_descriptor  # (GROUPS, 1, 1, 64, D)
@@ -138,7 +159,12 @@ def share_dlogits(exchange, dlogits, count, own: gl.constexpr):
     GROUPS: gl.constexpr = exchange.k_tiles.shape[0]
     stage, phase = stage_of(count, 2)
     mbarrier.wait(exchange.empty.index(stage), phase ^ 1)
-    exchange.dlogits.index(stage * GROUPS + own).store(dlogits)
+    if len(exchange.dlogits.shape) == 3:
+        exchange.dlogits.index(stage * GROUPS + own).store(dlogits)
+    else:  # they are written from here: what was two tiles before has left
+        tma.store_wait(1)
+        thread_barrier()
+        matrix(exchange.dlogits, stage * GROUPS + own).permute([1, 0]).store(dlogits)
     fence_async_shared()
     mbarrier.arrive(exchange.full.index(stage))
 
@@ -152,7 +178,10 @@ def query_gradient(exchange, count, own: gl.constexpr, zero, there):
     mbarrier.wait(exchange.full.index(stage), phase, pred=there)
     dq = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     for group in gl.static_range(GROUPS):
-        dlogits = exchange.dlogits.index(stage * GROUPS + group)
+        if len(exchange.dlogits.shape) == 3:
+            dlogits = exchange.dlogits.index(stage * GROUPS + group)
+        else:
+            dlogits = matrix(exchange.dlogits, stage * GROUPS + group).permute([1, 0])
         keys = matrix(exchange.k_tiles, group + zero)
         if dlogits.shape[1] > ROWS:
             dlogits = dlogits.slice(own * ROWS, ROWS, 1)
@@ -178,7 +207,7 @@ def publish_part(exchange, dq, count, own: gl.constexpr):
 
 @gluon.jit
 def all_gradients_loop(
-    dk, dv, count, keys, used, n, tiles, alibi, kernel, own: gl.constexpr, config: gl.constexpr
+    dk, dv, count, keys, used, n, tiles, alibi, bias, kernel, own: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Loop of group number ``own`` over tiles of queries from the last to the first, each of all heads.
 
@@ -191,6 +220,9 @@ def all_gradients_loop(
     OUT_LAYOUT: gl.constexpr = product_layout(q.tiles.shape[4])
     STAGES: gl.constexpr = q.tiles.shape[0]
     dtype: gl.constexpr = q.tiles.dtype
+    OF_KEYS: gl.constexpr = config.BIAS == 0
+    OF_TILES: gl.constexpr = config.BIAS is not None and config.BIAS != 0
+    WRITES_BIAS: gl.constexpr = len(exchange.dlogits.shape) > 3
     start = count
     steps = heads * (keys.end - keys.begin)
     if steps > 0:
@@ -219,6 +251,11 @@ def all_gradients_loop(
             zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
             # dPᵀ = V dOᵀ
             dweights = warpgroup_mma(values, do_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            added = slope
+            if OF_KEYS:
+                added = key_bias(bias, member, n, keys.seq.keys, LAYOUT)
+            if OF_TILES:
+                added = take_bias(bias.tiles.ring, count, own, LAYOUT)
             weights, slopes = weights_and_slopes(  # P = 2^(S − lse)
                 logits,
                 kernel.lses.index(slot),
@@ -231,14 +268,23 @@ def all_gradients_loop(
                 config,
                 n,
                 entry,
-                slope,
+                added,
             )
             factor = as_factor(weights, dtype, OUT_LAYOUT)
             dv = warpgroup_mma(factor, do_tile, dv, is_async=True)  # dV += Pᵀ dO
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             row_delta = kernel.deltas.index(slot).load(gl.SliceLayout(0, LAYOUT))
-            rounded = (slopes * (dweights - row_delta[None, :])).to(dtype)  # dSᵀ = Pᵀ ⊙ (dPᵀ − δ)
+            dlogits = slopes * (dweights - row_delta[None, :])  # dSᵀ = Pᵀ ⊙ (dPᵀ − δ)
+            rounded = dlogits.to(dtype)
             share_dlogits(exchange, rounded, count, own)
+            if WRITES_BIAS:
+                tma.async_copy_shared_to_global(
+                    bias.tiles.out,
+                    [bias.batch, bias.head + member, place * BLOCK_M, n],
+                    exchange.dlogits.index((count & 1) * config.GROUPS + own),
+                )
+            if OF_KEYS:
+                store_key_sums(bias, member, place, n, dlogits, kernel.call, LAYOUT)
             # dQ = dS K, of the tile before. The first of these products, so that it is stored beside the others.
             dq = query_gradient(exchange, count - 1, own, zero, count > start)
             dlogits = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
@@ -316,8 +362,16 @@ def compute_all(own: gl.constexpr, config: gl.constexpr, kernel):
         if call.alibi is not None:
             first_head = place.row % key_heads * schedule.group
             slopes = slopes_from(call.alibi, place.row // key_heads, first_head)
+        bias = None
+        if config.BIAS is not None:
+            batch, key_head = place.row // key_heads, place.row % key_heads
+            words = seen_words(kernel.bias, batch, key_head, schedule, call.lengths.keys)
+            clear_own_hidden(exchange, own, n, words)
+            bias = OwnBias(kernel.bias, batch, key_head * schedule.group)
+            if config.ZEROS:
+                write_zeros(bias, exchange, count, own, n, keys.begin, schedule.group)
         dk, dv, count = all_gradients_loop(
-            dk, dv, count, keys, used, n, tiles_of_column, slopes, kernel, own, config
+            dk, dv, count, keys, used, n, tiles_of_column, slopes, bias, kernel, own, config
         )
         # Worked out again rather than held in registers.
         place = tile_place(read(scheduler, work.slot), schedule, False)
@@ -427,6 +481,55 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
 
 
 @gluon.jit
+def run_backward(descs, results, rows, counters, tiles_added, call, of_bias, config: gl.constexpr):
+    """Run `hopper_backward_kernel`; ``rows`` are lse and δ, and ``of_bias`` is a bias, or None."""
+    gdc_wait()
+    gdc_launch_dependents()
+    q_desc, k_desc, v_desc, do_desc = descs
+    dk, dv, added = results
+    GROUPS: gl.constexpr = config.GROUPS
+    STAGES: gl.constexpr = config.STAGES
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if config.BIAS is None or config.BIAS == 0:
+        dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], swizzled)
+    elif of_bias.out is None:
+        dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], swizzled)
+    else:
+        dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, 1, 1, BLOCK_M, ROWS], of_bias.out.layout)
+    parts = gl.allocate_shared_memory(gl.float32, [config.PARTS * GROUPS, 1, 1, ROWS, ROWS], added.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    bias = of_bias
+    if config.BIAS is not None and config.BIAS != 0:
+        desc = of_bias.start
+        bias_tiles = gl.allocate_shared_memory(desc.dtype, [config.BIAS * GROUPS, 1, 1, BLOCK_M, ROWS], desc.layout)
+        ring = new_ring(bias_tiles, config.BIAS, GROUPS)
+        bias = BiasTiles(desc, ring, of_bias.out, of_bias.seen, of_bias.strides)
+    scheduler = new_scheduler(counters, 1, 2 * GROUPS)
+    q, do = new_ring(q_tiles, STAGES, GROUPS), new_ring(do_tiles, STAGES, GROUPS)
+    exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
+    fence_async_shared()
+    kernel = KeyKernel(
+        scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
+        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), rows[0], rows[1], None, None,
+        added, tiles_added, call, bias,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(compute_all, (0, config, kernel)), (compute_all, (1, config, kernel)), (copy_for_keys, (config, kernel)),
+         (add_query_gradients, (0, config, kernel)), (add_query_gradients, (1, config, kernel))],
+        [4, 1, 1, 1], [240, 24, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, seqused_k, units,
     tiles, listed, bits, column_bits, alibi, lengths: SeqLens, schedule: Schedule, right: gl.int32,
@@ -449,28 +552,6 @@ def hopper_backward_kernel(
     So the first tile that is not finished waits for none: its program runs, and has finished all that it took before. No
     number of programs has to run at the same time, and what else runs on the GPU does not matter.
     """
-    gdc_wait()
-    gdc_launch_dependents()
-    GROUPS: gl.constexpr = config.GROUPS
-    STAGES: gl.constexpr = config.STAGES
-    SOFTCAP: gl.constexpr = config.SOFTCAP
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    dtype: gl.constexpr = q_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, D], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dlogits = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], swizzled)
-    parts = gl.allocate_shared_memory(gl.float32, [config.PARTS * GROUPS, 1, 1, ROWS, ROWS], added.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    scheduler = new_scheduler(counters, 1, 2 * GROUPS)
-    q, do = new_ring(q_tiles, STAGES, GROUPS), new_ring(do_tiles, STAGES, GROUPS)
-    exchange = new_exchange(dlogits, k_tiles, v_tiles, parts)
-    fence_async_shared()
     tile_mask = tiles
     if tiles is not None:
         tile_mask = TileMask(tiles, listed, bits, column_bits, mask_sizes)
@@ -478,16 +559,22 @@ def hopper_backward_kernel(
     if alibi is not None:
         slopes = Alibi(alibi, alibi_strides)
     call = AttentionCall(
-        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, SOFTCAP, None, units, None,
-        None, tile_mask, slopes,
+        lengths, schedule, right, scales.logits, scales.gradients, window, seqused_k, None, config.SOFTCAP, None, units,
+        None, None, tile_mask, slopes,
     )  # fmt: skip
-    kernel = KeyKernel(
-        scheduler, k_tiles, v_tiles, q, lses, do, deltas, None, exchange, Result(dk, k_tiles, None), Result(dv, v_tiles, None),
-        (k_desc, v_desc), (k_tiles, v_tiles), q_desc, do_desc, QueryBuffers(q, lses, do, deltas), lse, delta, None, None,
-        added, tiles_added, call,
+    run_backward(
+        (q_desc, k_desc, v_desc, do_desc), (dk, dv, added), (lse, delta), counters, tiles_added, call, None, config
     )  # fmt: skip
-    gl.warp_specialize(
-        [(compute_all, (0, config, kernel)), (compute_all, (1, config, kernel)), (copy_for_keys, (config, kernel)),
-         (add_query_gradients, (0, config, kernel)), (add_query_gradients, (1, config, kernel))],
-        [4, 1, 1, 1], [240, 24, 24, 24],
+
+
+@gluon.jit
+def hopper_biased_backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk, dv, added, lse, delta, counters, tiles_added, bias, seen, dbias,
+    lengths: SeqLens, schedule: Schedule, right: gl.int32, scales: Scales, bias_strides: BiasSteps, config: gl.constexpr,
+):  # fmt: skip
+    """`hopper_backward_kernel` with a bias, and its gradient, unless ``dbias`` is None: see `bias.BiasTiles`."""
+    call = AttentionCall(lengths, schedule, right, scales.logits, scales.gradients)
+    of_bias = BiasTiles(bias, None, dbias, seen, bias_strides)
+    run_backward(
+        (q_desc, k_desc, v_desc, do_desc), (dk, dv, added), (lse, delta), counters, tiles_added, call, of_bias, config
     )  # fmt: skip

@@ -29,6 +29,9 @@ HOPPER_IN_PIECES = {"forward": HopperTiles(2, 128, 2), "key": HopperTiles(1, 64,
 HOPPER_PARTS = {64: 2, 128: 1}
 """Buffers through which the backward's sums of a group are stored, by features."""
 
+HOPPER_BIASED = {64: 2, 128: 4}
+"""Tiles of a bias in flight in the backward, times the bytes of its numbers, by features; sums have one buffer beside them."""
+
 HOPPER_SMALLER = {"forward": HopperTiles(2, 128, 3), "query": HopperTiles(2, 64, 3)}
 """Tiles with 64 features, where loops are short and uneven, or so few that they are split, or where larger tiles leave
 too many multiprocessors idle in the last wave of a full attention."""

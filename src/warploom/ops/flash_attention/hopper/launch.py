@@ -19,11 +19,12 @@ import torch
 from warploom.device.rows import Strides
 from warploom.ops.flash_attention.hopper.backward_dkv import hopper_key_kernel
 from warploom.ops.flash_attention.hopper.backward_dq import hopper_query_kernel
-from warploom.ops.flash_attention.hopper.backward_fused import hopper_backward_kernel
+from warploom.ops.flash_attention.hopper.backward_fused import hopper_backward_kernel, hopper_biased_backward_kernel
 from warploom.ops.flash_attention.hopper.backward_shared import hopper_shared_key_kernel, hopper_shared_query_kernel
-from warploom.ops.flash_attention.hopper.bias import VECTOR, BiasSteps, seen_keys_kernel
+from warploom.ops.flash_attention.hopper.bias import VECTOR, BiasSteps, BiasSums, seen_keys_kernel, sum_bias_kernel
 from warploom.ops.flash_attention.hopper.config import (
     HOPPER,
+    HOPPER_BIASED,
     HOPPER_IN_PIECES,
     HOPPER_PARTS,
     HOPPER_SMALLER,
@@ -87,6 +88,8 @@ more keys than queries are causal, as in a chunk of a longer sequence, it lies b
 _HALVED = 3.5
 """Tiles of a causal forward for each multiprocessor from which on heads come in two sections though the L2 cache has room
 for all: the first tiles would wait for all keys and values to come from memory."""
+_MOST_PARTS = 2**32
+"""Bytes of parts of a bias's gradient that are written to be summed; beyond, it is formed for itself, which takes longer."""
 _SHORT = 2048  # backward loops that would be split and are shorter than this stay with the kernels for every GPU
 
 
@@ -130,6 +133,10 @@ _KERNELS = {
     "biased forward": _Kernel(
         hopper_forward_kernel, _INPUTS[:3], ("out",), ("lse", "statistics", "counter", "sink", *_OF_BIAS)
     ),
+    "biased backward": _Kernel(
+        hopper_biased_backward_kernel, _INPUTS, ("dk", "dv", "added"),
+        ("lse", "delta", "counters", "tiles_added", *_OF_BIAS, "dbias"), True,
+    ),
     "sloped backward": _Kernel(
         hopper_backward_kernel, _INPUTS, ("dk", "dv", "added"),
         ("lse", "delta", "counters", "tiles_added", *_OF_SLOPES), True,
@@ -145,6 +152,7 @@ _OPTIONAL = {
     *_OF_SLOPES,
     "mask_sizes",
     "alibi_strides",
+    "window",
     *_OF_BIAS,
     "bias_strides",
     "seqused_k",
@@ -207,9 +215,15 @@ def _smaller_are_faster(name: str, shape: Shape, mask: MaskSpec) -> bool:
     return count < few or (name == "forward" and shape.keys < 4096)
 
 
-def queries_of_a_sum(shape: Shape) -> int:
+def queries_of_a_sum(shape: Shape, bias: Tensor | None = None) -> int:
     """Returns the queries of the tiles in which ``backward`` adds up their gradients."""
-    return HOPPER["backward"][_width(shape)].box
+    return HOPPER["backward"][_width_of(shape, bias)].box
+
+
+def _width_of(shape: Shape, bias: Tensor | None) -> int:
+    """Returns the features of a tile of the backward with a bias. For tiles of float32 there is room beside wide ones."""
+    wide = bias is not None and bias.element_size() == 4 and _steps_of(bias)[2] > 0
+    return _NARROW if wide else _width(shape)
 
 
 def _blocks(name: str, shape: Shape, mask: MaskSpec, block: int) -> tuple[int, int]:
@@ -462,20 +476,28 @@ def plan_fused(call: Call, tensors: tuple[Tensor, ...], added: Tensor) -> Plan:
     ``tensors`` are (q, k, v, grad, dk, dv), and ``added`` (B, H, N, D) is what it adds up to dq, in float32. Behind
     them come lse, δ, counters, how many tiles were added, and lengths of entries.
     """
-    return _plan_fused("backward", call, tensors, added)
+    return _plan_fused("backward", call, tensors, added, window=_window(call))
 
 
-def _plan_fused(kernel: str, call: Call, tensors: tuple[Tensor, ...], added: Tensor, **arguments: Any) -> Plan:
+def _plan_fused(
+    kernel: str, call: Call, tensors: tuple[Tensor, ...], added: Tensor, bias: Tensor | None = None,
+    zeros: bool = False, /, **arguments: Any,
+) -> Plan:  # fmt: skip
     shape, mask = call.shape, call.mask
-    tiles = _tiles("backward", shape, mask)
+    width = _width_of(shape, bias)
+    tiles = HOPPER["backward"][width]
     # A causal query sees nothing behind the last key, unless it sees keys behind its own place.
     shown = mask.right is None or bounds(shape, mask)[1] > 0
     ends = shown and (mask.units_k is not None or shape.keys % (tiles.groups * _ROWS) > 0)
-    config = {"ORDERED": True, "PARTS": HOPPER_PARTS[_width(shape)], "ENDS": ends}
-    boxes = _boxes(_KERNELS["backward"], tensors, tiles, _width(shape))
+    config: dict[str, Any] = {"ORDERED": True, "PARTS": HOPPER_PARTS[width], "ENDS": ends}
+    if bias is not None:
+        config["BIAS"] = 0
+        if _steps_of(bias)[2] > 0:
+            config |= {"PARTS": 1, "BIAS": HOPPER_BIASED[width] // bias.element_size(), "ZEROS": zeros}
+    boxes = _boxes(_KERNELS["backward"], tensors, tiles, width)
     boxes["added"] = TmaTile(added, (0, 1, 2, 3), (1, 1, _ROWS, _ROWS))
     arguments |= boxes
-    return _plan_launch(_KERNELS[kernel], "backward", call, tiles, 1, config, window=_window(call), **arguments)
+    return _plan_launch(_KERNELS[kernel], "backward", call, tiles, 1, config, **arguments)
 
 
 def mask_obstacle(name: str, call: Call, masking: Masking, *tensors: Tensor) -> str | None:
@@ -483,8 +505,6 @@ def mask_obstacle(name: str, call: Call, masking: Masking, *tensors: Tensor) -> 
     shape, mask, mask_tiles = call.shape, call.mask, masking.tiles
     if sum(x is not None for x in (masking.bias, mask_tiles, masking.alibi)) > 1:
         return "more than one of a mask, a bias and slopes"
-    if masking.bias is not None and name == "backward":
-        return "a bias"
     if masking.bias is not None and not _is_bias_readable(masking.bias):
         return "strides or dtype of the bias"
     if masking.bias is not None and shape.tokens < _ROWS:  # keys are read once more: see `bias.seen_keys_kernel`
@@ -574,14 +594,66 @@ def plan_seen_keys(call: Call, bias: Tensor, k: Tensor, v: Tensor) -> tuple[Laun
     return launch, Buffer.rows(words, torch.int32)
 
 
-def plan_masked_backward(call: Call, masking: Masking, tensors: tuple[Tensor, ...], added: Tensor) -> Launch:
-    """Returns the launch of the kernel for all gradients with a mask by tiles, or slopes; for the tensors see `plan_fused`.
+def plan_masked_backward(
+    call: Call, masking: Masking, tensors: tuple[Tensor, ...], added: Tensor, sums: BiasSumsPlan | None = None
+) -> Launch:  # fmt: skip
+    """Returns the launch of the kernel for all gradients with a mask by tiles, a bias, or slopes.
 
-    Behind them come lse, δ, counters, how many tiles were added, and the mask's tiles, lists of
-    columns, and bits, of columns too; or the slopes.
+    For the tensors see `plan_fused`. Behind them come lse, δ, counters, how many tiles were added, and the mask's tiles,
+    lists of columns, and bits, of columns too; or the bias, what `plan_seen_keys` finds, and ``dbias`` or None; or the
+    slopes.
     """
-    kind, sizes = _masking_arguments(masking)
-    return _plan_fused(f"{kind} backward", call, tensors, added, **sizes).launch
+    kind, arguments = _masking_arguments(masking)
+    bias = masking.bias
+    if bias is not None and _steps_of(bias)[2] > 0:
+        box = (1, 1, queries_of_a_sum(call.shape, bias), _ROWS)
+        once = bias[tuple(slice(1 if step == 0 else None) for step in _steps_of(bias))]
+        tiles = {"bias": once} if sums is None else {"bias": once, "dbias": sums.like}
+        arguments |= {name: TmaTile(x, (0, 1, 2, 3), box) for name, x in tiles.items()}
+    zeros = sums is not None and sums.sums is None and call.mask.right is not None
+    return _plan_fused(f"{kind} backward", call, tensors, added, bias, zeros, **arguments).launch
+
+
+class BiasSumsPlan(NamedTuple):
+    """The parts of a bias's gradient, of which some are summed or rounded, or the gradient itself."""
+
+    like: Tensor  # (B, H, R, M)
+    parts: Buffer | None
+    sums: Launch | None
+
+
+def plan_bias_sums(call: Call, bias: Tensor) -> BiasSumsPlan | str:
+    """Returns where `plan_masked_backward` writes the gradient of a bias, and the launch that sums it over broadcast axes.
+
+    Gradients of logits are in the dtype of q. Of a bias of keys there are sums of tiles of queries, of all keys of whole
+    tiles. Returns a reason where it writes none.
+    """
+    shape, mask, of_keys = call.shape, call.mask, _steps_of(bias)[2] == 0
+    if of_keys and bias.shape[2] > 1:
+        return "rows of the bias lie in one place"
+    entries, members = shape.batch_size // bias.shape[0], shape.heads // bias.shape[1]
+    rows, width, dtype = shape.tokens, -(-shape.keys // 8) * 8, call.dtype
+    if of_keys:
+        rows, width, dtype = -(-rows // queries_of_a_sum(shape)), -(-shape.keys // 128) * 128, torch.float32
+    whole = (shape.batch_size, shape.heads, rows, width)
+    like = torch.empty(whole, dtype=dtype, device="meta")[..., : shape.keys]
+    if entries == members == 1 and not of_keys and width == shape.keys and dtype == bias.dtype:
+        return BiasSumsPlan(like, None, None)
+    if math.prod(whole) * dtype.itemsize > _MOST_PARTS:
+        return "parts of the bias's gradient are too large"
+    block_n = min(max(1 << (shape.keys - 1).bit_length(), 64), 1024)
+    block_r = 2048 // block_n
+    reach = shape.keys if mask.right is None else shape.keys - shape.tokens + bounds(shape, mask)[1]
+    launch = Launch(
+        sum_bias_kernel,
+        -(-shape.keys // block_n) * -(-bias.shape[2] // block_r) * bias.shape[0] * bias.shape[1],
+        takes=("parts", "dbias"),
+        sizes=BiasSums(shape.heads, rows, width, bias.shape[2], shape.keys, reach, bias.shape[1], entries, members),
+        SUM_ROWS=of_keys,
+        BLOCK_R=block_r,
+        BLOCK_N=block_n,
+    )
+    return BiasSumsPlan(like, Buffer.rows(whole, dtype), launch)
 
 
 def _window(call: Call) -> Window | None:

@@ -20,6 +20,8 @@ from warploom.ops.flash_attention.hopper.work import LOG2_E
 LN_2 = gl.constexpr(0.6931471805599453)
 MOST_WEIGHT = gl.constexpr(57.0)
 """Largest weight relative to no largest logit, in powers of two: sums of values up to 2⁵⁰ stay in float32."""
+LARGE = gl.constexpr(2.0**27)
+"""From here on, numbers are equal or 16 apart: of two logits, the smaller has no weight."""
 MOST_SOFTCAP = gl.constexpr(75.0)
 """In powers of two, up to which no row needs its largest logit: see `exponent_base`."""
 
@@ -94,8 +96,8 @@ def update_natural(logits, row_sum, row_max):
     """`update_softmax` of logits that are in no powers of two, where the smallest number would be −∞."""
     new_max = gl.maximum(row_max, gl.max(logits, axis=1))
     base = finite_max(new_max)
-    # Rows of such numbers alone have few bits between them: exponents are exact products.
-    unit = gl.where(base < -2.0e38, 2.0**-20, LOG2_E)
+    # Numbers as large are equal or lie far apart. Their exponents are exact: rounded products are far from fused ones.
+    unit = gl.where(gl.abs(base) < LARGE, LOG2_E, 1.0)
     first = gl.maximum(base * unit, LEAST)  # rounded, as that of the rows before
     weights = power_of_two(logits * unit[:, None] - first[:, None])
     rescale = power_of_two(gl.maximum(row_max * unit, LEAST) - first)
@@ -181,12 +183,12 @@ def transposed_weights_of(
 @gluon.jit
 def weights_and_slopes(
     logits, lses, m, keys, used, call, dtype: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
-    n=None, entry=None, slope=None,
+    n=None, entry=None, added=None,
 ):  # fmt: skip
     """`transposed_weights_of` for tile number ``m`` of queries, which may have a mask.
 
     ``lses`` are in shared memory: with a cap they come into registers behind its branches. ``n`` is the first key, and
-    ``entry`` that of a tile of a mask, or None. ``slope`` is that of the queries' head, or None.
+    ``entry`` that of a tile of a mask, or None. ``added`` is the slope of the queries' head, a tile of a bias, or None.
     """
     BLOCK_M: gl.constexpr = logits.shape[1]
     MASKS: gl.constexpr = config.CAUSAL or call.window is not None or used is not None
@@ -199,12 +201,15 @@ def weights_and_slopes(
         weights, slopes = cap_weights(logits, row_lse[None, :], call.softcap, dtype)
     else:
         row_lse = lses.load(gl.SliceLayout(0, LAYOUT))
-        if slope is not None:  # times the place of the key behind the query
+        if call.alibi is not None:  # times the place of the key behind the query
             place = n - (keys.seq.keys - keys.seq.tokens) - m * BLOCK_M
             query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT)).to(gl.float32)
-            row_lse = row_lse + (query * slope - slope * place.to(gl.float32))
+            row_lse = row_lse + (query * added - added * place.to(gl.float32))
             key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.float32)
-            weights = power_of_two(logits * call.scale + (key * slope)[:, None] - row_lse[None, :])
+            weights = power_of_two(logits * call.scale + (key * added)[:, None] - row_lse[None, :])
+        elif added is not None:  # large numbers are rounded otherwise than in the forward: no weight is above 1
+            logits = logits * call.scale + added.to(gl.float32) * LOG2_E
+            weights = power_of_two(gl.minimum(logits - row_lse[None, :], 0.0))
         else:
             weights = power_of_two(logits * call.scale - row_lse[None, :])
         if MASKS:

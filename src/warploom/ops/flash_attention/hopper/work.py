@@ -34,6 +34,10 @@ class Config(NamedTuple):
     PARTS: gl.constexpr = 1  # buffers of a group's part of these gradients
     ENDS: gl.constexpr = False  # see `backward_fused.compute_all`
     CACHE: gl.constexpr = None  # keys of a tile, where these lie in a cache, and are copied page by page
+    BIAS: gl.constexpr = (
+        None  # tiles of a bias in flight in the backward, 0 of one that is the same for all queries
+    )
+    ZEROS: gl.constexpr = False  # the gradient of a bias has zeros where no query sees a key
 
 
 class Schedule(NamedTuple):
