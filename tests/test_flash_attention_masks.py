@@ -40,7 +40,12 @@ def test_lists_name_the_tiles_that_see_something_in_order(shape: tuple[int, ...]
     made = block_mask(random_mask(*shape))
     rows = made.tiles.shape[2]
     lists_of_columns = made.column_lists.split((1 + rows, rows), 3)
-    for tiles, lists in ((made.tiles, made.row_lists), (made.tiles.transpose(2, 3), lists_of_columns[0])):
+    lists_of_rows, whole_first = made.row_lists.chunk(2, 3)
+    for states, (count, *listed) in zip(made.tiles.flatten(0, 2).tolist(), whole_first.flatten(0, 2).tolist()):
+        kinds = [(state == -2) * 2 + (state >= 0) for state in states]
+        assert listed == sorted(range(len(states)), key=lambda i: (kinds[i], i))
+        assert count == kinds.count(0)
+    for tiles, lists in ((made.tiles, lists_of_rows), (made.tiles.transpose(2, 3), lists_of_columns[0])):
         for states, (count, *listed) in zip(tiles.flatten(0, 2), lists.flatten(0, 2).tolist()):
             assert listed[:count] == [i for i, state in enumerate(states.tolist()) if state != -2]
             assert sorted(listed) == list(range(len(states)))

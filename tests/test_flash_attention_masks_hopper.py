@@ -30,6 +30,15 @@ def blocks(*shape: int) -> torch.Tensor:
     return mask
 
 
+def tree(tokens: int, keys: int) -> torch.Tensor:
+    """Proposed tokens, of which each sees some before it, and all but the first see the cache."""
+    generator = torch.Generator().manual_seed(tokens)
+    mask = torch.rand(tokens, keys, generator=generator) < 0.4
+    mask[1:, : keys - tokens] = True
+    mask[0] = False
+    return mask[None, None]
+
+
 CASES: dict[str, tuple[tuple[int, ...], torch.Tensor, dict[str, Any]]] = {
     "documents": ((2, 700, 700, 4, 2), documents(700), {"causal": True}),
     "blocks": ((2, 700, 900, 4, 4), blocks(2, 4, 700, 900), {}),
@@ -39,6 +48,12 @@ CASES: dict[str, tuple[tuple[int, ...], torch.Tensor, dict[str, Any]]] = {
         (1, 1500, 1500, 2, 2),
         ((torch.arange(1500)[:, None] - torch.arange(1500)[None, :]).abs() % 400 < 50)[None, None],
         {"scale": 0.3},
+    ),
+    "few queries": ((1, 40, 3000, 4, 2), tree(40, 3000), {"sink": True}),
+    "few queries of causal attention": (
+        (2, 128, 2500, 4, 4),
+        blocks(2, 1, 260, 2500)[:, :, :128],
+        {"causal": True},
     ),
     "nothing": ((1, 256, 256, 2, 2), torch.zeros(1, 1, 256, 256, dtype=torch.bool), {}),
 }

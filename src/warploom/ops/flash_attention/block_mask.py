@@ -56,8 +56,9 @@ class BlockMask(NamedTuple):
     tiles: Tensor
     """``(B, H, R, C)`` int32: the place of a tile in ``bits``, −1 if all its keys are seen, −2 if none is."""
     row_lists: Tensor
-    """``(B, H, R, 1 + C)`` int32: how many tiles of a row see something; their columns, from the first to the last,
-    and then the others."""
+    """``(B, H, R, 2 + 2 C)`` int32: how many tiles of a row see something; their columns, from the first to the
+    last, and then the others. Behind them how many tiles see everything; their columns, then those of tiles that
+    see some of their keys, and then the others."""
     column_lists: Tensor
     """``(B, H, C, 1 + 2 R)`` int32: the same of columns; then, for each of these rows, how many of its tiles that
     see something come before."""
@@ -223,7 +224,7 @@ def check_parts(function: str, mask: BlockMask, queries: int, keys: int) -> None
     entries = tuple(mask.shape[:2])
     expected = {
         "tiles": (*entries, rows, columns),
-        "row_lists": (*entries, rows, 1 + columns),
+        "row_lists": (*entries, rows, 2 + 2 * columns),
         "column_lists": (*entries, columns, 1 + 2 * rows),
         "bits": (*mask.bits.shape[:1], TILE, _WORDS),
         "column_bits": (*entries, columns, _WORDS),
@@ -417,7 +418,8 @@ def _all_lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
     some = (tiles != NOTHING).int()
     places = (some.cumsum(3, dtype=torch.int32) - some).transpose(2, 3)
     of_columns = _lists(tiles.transpose(2, 3))
-    return _lists(tiles), torch.cat((of_columns, places.gather(3, of_columns[..., 1:].long())), -1)
+    of_rows = torch.cat((_lists(tiles), _lists(tiles, EVERYTHING)), -1)
+    return of_rows, torch.cat((of_columns, places.gather(3, of_columns[..., 1:].long())), -1)
 
 
 def _column_bits(mask: BlockMask) -> Tensor:
@@ -433,11 +435,16 @@ def _column_bits(mask: BlockMask) -> Tensor:
     return _pack(found & there.view(columns, TILE))
 
 
-def _lists(tiles: Tensor) -> Tensor:
-    """Returns how many tiles of a row see something, and which, in front of the others, (B, H, R, 1 + C)."""
-    hidden = tiles == NOTHING
-    order = hidden.to(torch.uint8).sort(dim=-1, stable=True).indices
-    return torch.cat(((~hidden).sum(-1, keepdim=True), order), -1).int()
+def _lists(tiles: Tensor, whole: int | None = None) -> Tensor:
+    """Returns how many tiles of a row see something, and which, in front of the others, (B, H, R, 1 + C).
+
+    ``whole``: how many have that entry, and which, in front of those that see something too.
+    """
+    hidden = (tiles == NOTHING).to(torch.uint8)
+    if whole is not None:
+        hidden = hidden + (tiles != whole)
+    order = hidden.sort(dim=-1, stable=True).indices
+    return torch.cat(((hidden == 0).sum(-1, keepdim=True), order), -1).int()
 
 
 def _pack(tiles: Tensor) -> Tensor:

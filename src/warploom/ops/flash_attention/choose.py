@@ -248,8 +248,9 @@ def _forward_parts(shape: Shape, splits: int) -> tuple[Buffer, Buffer]:
 
 
 def _split_forward(
-    call: Call, out: Tensor, inner: variants.TritonForward | variants.HopperForward, splits: int
-) -> variants.SplitForward:
+    call: Call, out: Tensor,
+    inner: variants.TritonForward | variants.HopperForward | variants.HopperMaskedForward, splits: int,
+) -> variants.SplitForward:  # fmt: skip
     """Returns a kernel whose KV loops are split, with the launch that merges its parts."""
     shape, pdl = call.shape, has_pdl(call.device)
     block_r = max(1024 // shape.block_e, 1)
@@ -281,18 +282,20 @@ def _split_forward(
 
 def choose_masked_forward(
     call: Call, masking: Masking, tensors: ForwardTensors
-) -> variants.MaskedForward | variants.HopperMaskedForward:
+) -> variants.MaskedForward | variants.HopperMaskedForward | variants.SplitForward:
     """Returns the forward of a call with a mask, a bias or slopes."""
     return _first("forward", MASKED_FORWARD, call, masking, tensors)  # type: ignore[no-any-return]
 
 
 def _hopper_masked_forward(
     call: Call, masking: Masking, tensors: ForwardTensors
-) -> variants.HopperMaskedForward | str:
+) -> variants.HopperMaskedForward | variants.SplitForward | str:
     if obstacle := hopper.mask_obstacle("forward", call, masking, *tensors):
         return f"HopperMaskedForward: {obstacle}"
     plan = hopper.plan_masked_forward(call, masking, tensors)
-    return variants.HopperMaskedForward(plan.launch, plan.counted, _plan_seen(call, masking, tensors.k, tensors.v))
+    seen = _plan_seen(call, masking, tensors.k, tensors.v)
+    inner = variants.HopperMaskedForward(plan.launch, plan.counted, seen)
+    return inner if plan.splits == 1 else _split_forward(call, tensors.out, inner, plan.splits)
 
 
 def _plan_seen(call: Call, masking: Masking, k: Tensor, v: Tensor) -> variants.SeenKeys | None:

@@ -55,6 +55,7 @@ from warploom.ops.flash_attention.variants import (
     NothingJvp,
     SeparateBackward,
     SinkGradient,
+    SplitForward,
     Tangents,
 )
 from warploom.runtime.launch import Buffer, are_aligned
@@ -102,7 +103,7 @@ class MaskedForwardPlan(NamedTuple):
     out: Buffer
     lse: Buffer
     statistics: Buffer
-    variant: MaskedForward | HopperMaskedForward | NothingForward
+    variant: MaskedForward | HopperMaskedForward | SplitForward | NothingForward
 
 
 class BackwardPlan(NamedTuple):

@@ -95,7 +95,7 @@ def _untouched(n: int, m: int) -> BlockMask:
     rows, columns = -(-n // TILE), -(-m // TILE)
     sizes = {
         "tiles": (1, 1, rows, columns),
-        "row_lists": (1, 1, rows, 1 + columns),
+        "row_lists": (1, 1, rows, 2 + 2 * columns),
         "column_lists": (1, 1, columns, 1 + 2 * rows),
         "bits": (1, TILE, TILE // 32),
         "column_bits": (1, 1, columns, TILE // 32),

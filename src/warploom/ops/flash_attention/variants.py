@@ -114,14 +114,16 @@ class VarlenForward(NamedTuple):
 class SplitForward(NamedTuple):
     """A kernel whose KV loops are split, and what merges their parts."""
 
-    inner: TritonForward | HopperForward
+    inner: TritonForward | HopperForward | HopperMaskedForward
     combine: Launch
     part: Buffer  # outputs of all parts, in one
     part_statistics: Buffer
 
-    def __call__(self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+    def __call__(
+        self, inputs: ForwardInputs, out: Tensor, lse: Tensor, statistics: Tensor, *masking: Masking
+    ) -> None:
         part, part_statistics = self.part.empty(out), self.part_statistics.empty(out)
-        self.inner.write_parts(inputs, part, lse, part_statistics)
+        self.inner.write_parts(inputs, part, lse, part_statistics, *masking)
         bounds = None if inputs.sink is None else inputs.mask.cu_seqlens_q
         self.combine(part, part_statistics, out, lse, statistics, inputs.sink, bounds)
 
@@ -201,6 +203,12 @@ class HopperMaskedForward(NamedTuple):
             counters.zero_()
         seen = () if self.seen is None else (self.seen(k, v, masking.bias),)
         self.launch(q, k, v, out, lse, statistics, counters, sink, *masking.of_rows_alone, *seen)
+
+    def write_parts(
+        self, inputs: ForwardInputs, part: Tensor, lse: Tensor, statistics: Tensor, masking: Masking
+    ) -> None:
+        """Launch on buffers of the parts of a split KV loop."""
+        self(inputs._replace(sink=None), part, lse, statistics, masking)
 
 
 class DecodeForward(NamedTuple):

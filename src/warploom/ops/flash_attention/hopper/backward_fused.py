@@ -235,9 +235,10 @@ def all_gradients_loop(
         entry = None
         slope = None
         if tiles is not None:
-            place = tile_at(tiles, m, BLOCK_M)
-            entry = entry_at(tiles, place)
-            place = place // BLOCK_M
+            row = tile_at(tiles, m, BLOCK_M)
+            entry = entry_at(tiles, row)
+            place = row // BLOCK_M
+            row = tile_at(tiles, gl.maximum(m - (member + 1) // heads, keys.begin), BLOCK_M)
         if alibi is not None:
             slope = slope_of(alibi, member)
         for i in range(steps):
@@ -298,10 +299,12 @@ def all_gradients_loop(
             q_tile = matrix(q.tiles, following).permute([1, 0])
             k_tile = matrix(exchange.k_tiles, own + zero)
             logits = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
-            if tiles is not None:  # while products run
-                place = tile_at(tiles, gl.maximum(m - (member + 1) // heads, keys.begin), BLOCK_M)
-                entry = entry_at(tiles, place)
-                place = place // BLOCK_M
+            if (
+                tiles is not None
+            ):  # while products run; of the tile after that the row alone, for no load waits for another
+                entry = entry_at(tiles, row)
+                place = row // BLOCK_M
+                row = tile_at(tiles, gl.maximum(m - (member + 2) // heads, keys.begin), BLOCK_M)
             if alibi is not None:
                 slope = slope_of(alibi, (member + 1) % heads)
             dq = warpgroup_mma_wait(2, deps=[dq])
@@ -413,7 +416,7 @@ def count_added(counter):
 
 
 @gluon.jit
-def tiles_before(block, m, step, tiles, seq, call, BLOCK_M: gl.constexpr, config: gl.constexpr):
+def tiles_before(block, m, seq, call, config: gl.constexpr):
     """Returns how many tiles of keys are added to the queries ``m …`` before this one: those before it that these queries see."""
     BLOCK_N: gl.constexpr = config.GROUPS * ROWS
     first = block * 0
@@ -421,10 +424,7 @@ def tiles_before(block, m, step, tiles, seq, call, BLOCK_M: gl.constexpr, config
         first = gl.maximum(m + seq.keys - seq.tokens - call.window.left, 0) // BLOCK_N
     if call.units is not None:
         first = gl.maximum(first, seq.first_key // BLOCK_N)
-    before = block - first
-    if call.tiles is not None:
-        before = tiles_before_in_row(tiles, step, call.tiles.sizes.rows, BLOCK_M)
-    return before
+    return block - first
 
 
 @gluon.jit
@@ -451,14 +451,25 @@ def add_query_gradients(own: gl.constexpr, config: gl.constexpr, kernel):
         tiles_of_column = call.tiles
         if call.tiles is not None:
             tiles_of_column = column_list(call.tiles, batch, key_head, place.block * config.GROUPS * ROWS // TILE)
-        for i in range(schedule.group * (keys.end - keys.begin)):
+        steps = schedule.group * (keys.end - keys.begin)
+        if call.tiles is not None:  # of each step a step ahead, while the group computes
+            next_step = gl.maximum(keys.end - 1, 0)
+            next_m = tile_at(tiles_of_column, next_step, BLOCK_M)
+            next_before = tiles_before_in_row(tiles_of_column, next_step, call.tiles.sizes.rows, BLOCK_M)
+        for i in range(steps):
             step, member = query_in_order(i, keys.end, schedule.group)
             if call.tiles is None:
                 m = step * BLOCK_M
             else:
-                m = tile_at(tiles_of_column, step, BLOCK_M)
+                m = next_m
             head = key_head * schedule.group + member
-            before = tiles_before(place.block, m, step, tiles_of_column, keys.seq, call, BLOCK_M, config)
+            if call.tiles is None:
+                before = tiles_before(place.block, m, keys.seq, call, config)
+            else:
+                before = next_before
+                next_step, _ = query_in_order(gl.minimum(i + 1, steps - 1), keys.end, schedule.group)
+                next_m = tile_at(tiles_of_column, next_step, BLOCK_M)
+                next_before = tiles_before_in_row(tiles_of_column, next_step, call.tiles.sizes.rows, BLOCK_M)
             row_of_count = (own * batch_size + batch) * schedule.heads + head
             counter = kernel.tiles_added + row_of_count.to(gl.int64) * call.lengths.tokens + m
             stage = count % STAGES * GROUPS + own

@@ -48,14 +48,13 @@ from warploom.ops.flash_attention.hopper.softmax import (
     with_sink,
 )
 from warploom.ops.flash_attention.hopper.tile_mask import (
-    EVERYTHING,
     TILE,
     TileMask,
     TileMaskSizes,
     clear_unseen,
-    entry_at,
+    key_at,
+    load_words,
     row_list,
-    tile_at,
 )
 from warploom.ops.flash_attention.hopper.tiles import (
     NARROW_HEAD,
@@ -138,10 +137,9 @@ def zero_rows_past_end(ring, count, n, seq):
 
 
 @gluon.jit
-def clear_unseen_values(ring, count, n, entry, tiles):
+def clear_unseen_values(ring, count, n, tiles):
     """Make values in tile number ``count`` zero whose keys no query sees. A tile of a mask that sees all has none."""
-    if entry != EVERYTHING:
-        clear_unseen(matrix(ring.tiles, wait_full(ring.full, count)), n, tiles)
+    clear_unseen(matrix(ring.tiles, wait_full(ring.full, count)), n, tiles)
 
 
 @gluon.jit
@@ -167,10 +165,11 @@ def attend(
         acc = warpgroup_mma(factor, matrix(v.tiles, slot), state.acc, is_async=True)  # O += P V, of the tile before
         if GROUPS > 2:
             mbarrier.arrive(go.index((own + 1) % GROUPS))
-        entry = None
+        words = None
         if tiles is not None:  # while products run
-            n = tile_at(tiles, end - 1 - i, BLOCK_N)
-            entry = entry_at(tiles, n)
+            n = key_at(tiles, end - 1 - i, queries, BLOCK_N)
+            if MASKED:
+                words = load_words(tiles, call.tiles, queries.m, n, BLOCK_N, LAYOUT)
         added = None
         if call.bias is not None:
             n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
@@ -180,15 +179,15 @@ def attend(
         if tiles is None:
             n = first_key(end - 1 - i, queries.seq, call, BLOCK_N)
         weights, row_sum, row_max, rescale = softmax_step(  # P = 2^(S − row_max)
-            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config, entry, added
+            logits, state.row_sum, state.row_max, n, queries, call, MASKED, LAYOUT, config, words, added
         )
         acc, factor = warpgroup_mma_wait(0, deps=[acc, factor])
         mbarrier.arrive(v.empty.index(slot))
         # Without a window the first step has the end of the sequence.
         if MASKED and call.units is not None and call.window is not None:
             zero_rows_past_end(v, count + 1, n, queries.seq)
-        if tiles is not None:
-            clear_unseen_values(v, count + 1, n, entry, tiles)
+        if MASKED and tiles is not None:
+            clear_unseen_values(v, count + 1, n, tiles)
         if call.bias is not None:
             clear_hidden_values(v, count + 1, n, queries.bias.seen)
         if call.base is None:
@@ -206,6 +205,7 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
     STAGES: gl.constexpr = config.STAGES
     PIECES: gl.constexpr = config.PIECES
     CAUSAL: gl.constexpr = config.CAUSAL
+    LAST_FIRST: gl.constexpr = CAUSAL or call.tiles is not None
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     E: gl.constexpr = v.tiles.shape[4]
     OWN_BUFFERS: gl.constexpr = scheduler.full.shape[0] > 1
@@ -219,7 +219,7 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
     starts = 0
     work = receive(scheduler, gl.to_tensor(0))
     while work.tile < tiles:
-        place = tile_place(work.tile, schedule, CAUSAL)  # the last queries see the most keys
+        place = tile_place(work.tile, schedule, LAST_FIRST)  # the last queries see the most keys
         batch, head = place.row // schedule.heads, place.row % schedule.heads
         queries = own_queries(place, own, kernel, config)
         seq = queries.seq
@@ -241,24 +241,24 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
         mbarrier.arrive(k.empty.index(count % STAGES))
         first = tile_of_step(0, queries, call)
         tiles_of_row = call.tiles
-        entry = None
+        words = None
         if call.tiles is None:
             n = first_key(first, seq, call, BLOCK_N)
         else:
             tiles_of_row = row_list(call.tiles, batch, head, m // TILE)
-            n = tile_at(tiles_of_row, first, BLOCK_N)
-            entry = entry_at(tiles_of_row, n)
+            n = key_at(tiles_of_row, first, queries, BLOCK_N)
+            words = load_words(tiles_of_row, call.tiles, m, n, BLOCK_N, LAYOUT)
         added = None
         if call.bias is not None:
             added = load_bias(n, queries, BLOCK_N, LAYOUT)
         queries = without_first_step(queries, call)
         weights, row_sum, row_max, _ = softmax_step(
-            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config, entry, added
+            logits, row_sum, row_max, n, queries, call, True, LAYOUT, config, words, added
         )
         if call.units is not None:
             zero_rows_past_end(v, count, n, seq)
         if call.tiles is not None:
-            clear_unseen_values(v, count, n, entry, tiles_of_row)
+            clear_unseen_values(v, count, n, tiles_of_row)
         if call.bias is not None:
             clear_hidden_values(v, count, n, queries.bias.seen)
         state = State(acc, pack_16bit(weights, v.tiles.dtype), row_sum, row_max, count, starts)
@@ -266,8 +266,9 @@ def compute_tiles(own: gl.constexpr, config: gl.constexpr, kernel):
             state = attend(
                 state, q_pieces, queries, queries.full, queries.end, kernel, own, True, config, tiles_of_row
             )
-        if call.tiles is None:
-            state = attend(state, q_pieces, queries, queries.low, queries.full, kernel, own, False, config)
+        state = attend(
+            state, q_pieces, queries, queries.low, queries.full, kernel, own, False, config, tiles_of_row
+        )
         if call.window is not None:
             state = attend(state, q_pieces, queries, queries.begin, queries.low, kernel, own, True, config)
         if OWN_BUFFERS:
@@ -392,7 +393,7 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
     scheduler, k, v = kernel.scheduler, kernel.k, kernel.v
     call, schedule = kernel.call, kernel.call.schedule
     TERMS: gl.constexpr = config.TERMS
-    CAUSAL: gl.constexpr = config.CAUSAL
+    LAST_FIRST: gl.constexpr = config.CAUSAL or call.tiles is not None
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
     batch_size = schedule.rows // schedule.heads
     tiles = tiles_of(schedule)
@@ -401,7 +402,7 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
     done = 0
     while tile < tiles:
         slot = broadcast(scheduler, tile, done)
-        place = tile_place(tile, schedule, CAUSAL)
+        place = tile_place(tile, schedule, LAST_FIRST)
         batch, head = place.row // schedule.heads, place.row % schedule.heads
         queries = own_queries(place, 0, kernel, config)
         query_shift, key_shift = 0, 0
@@ -415,7 +416,7 @@ def copy_for_queries(COUNTED: gl.constexpr, config: gl.constexpr, kernel):
             if call.tiles is None:
                 n = first_key(step, queries.seq, call, BLOCK_N) - key_shift
             else:
-                n = tile_at(tiles_of_row, step, BLOCK_N)
+                n = key_at(tiles_of_row, step, queries, BLOCK_N)
             if call.bias is not None:
                 prefetch_bias(call.bias, batch, head, queries.m, n, call, config.GROUPS * ROWS, BLOCK_N)
             if config.CACHE is not None:

@@ -33,7 +33,7 @@ from warploom.ops.flash_attention.hopper.config import (
 )
 from warploom.ops.flash_attention.hopper.forward import are_counted, hopper_forward_kernel, loops_are_even
 from warploom.ops.flash_attention.hopper.latent import HALF, LATENT_FEATURES, LATENT_KEYS
-from warploom.ops.flash_attention.hopper.tile_mask import TileMaskSizes
+from warploom.ops.flash_attention.hopper.tile_mask import TILE, TileMaskSizes
 from warploom.ops.flash_attention.hopper.tiles import NARROW_HEAD, ROWS, STRIDE_UNIT, SplitStrides
 from warploom.ops.flash_attention.hopper.work import (
     UNIT,
@@ -559,12 +559,22 @@ def plan_masked_forward(call: Call, masking: Masking, tensors: tuple[Tensor, ...
     tiles = _tiles("forward", shape, call.mask)
     if _width(shape) == 64:  # which are as high as those of the mask, and leave registers for slopes
         tiles = HOPPER_SMALLER["forward"]
-    arguments = _boxes(_KERNELS["forward"], tensors, tiles, *((_NARROW, 64) if pieces else (_width(shape),)))
-    strides = SplitStrides(0, 0, 0, 0, 0)
+    splits = 1
+    if masking.tiles is not None and shape.tokens <= TILE.value:  # few queries on a cache, of which most is seen
+        steps = loop_steps("forward", shape, call.mask, tiles.groups * _ROWS, tiles.box)
+        rows, programs = shape.batch_size * shape.heads, programs_at_once(call.device)
+        elements = rows * shape.tokens * shape.value_dim
+        splits = best_splits(steps, rows, programs, elements, COSTS["forward"])
+    widths = (_NARROW, 64) if pieces else (_width(shape),)
+    arguments = _boxes(_KERNELS["forward"], tensors[:3] if splits > 1 else tensors, tiles, *widths)
+    if splits > 1:
+        arguments |= _strides_of({"out": tensors[3]}, splits)
+    else:
+        arguments["out_strides"] = SplitStrides(0, 0, 0, 0, 0)
     kind, sizes = _masking_arguments(masking)
+    config = {"PIECES": 3 if pieces else 1, "SPLIT": splits > 1}
     return _plan_launch(
-        _KERNELS[f"{kind} forward"], "forward", call, tiles, 1, {"PIECES": 3 if pieces else 1}, window=None,
-        out_strides=strides, **sizes, **arguments,
+        _KERNELS[f"{kind} forward"], "forward", call, tiles, splits, config, window=None, **sizes, **arguments
     )  # fmt: skip
 
 

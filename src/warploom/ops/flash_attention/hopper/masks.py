@@ -34,6 +34,8 @@ class OwnQueries(NamedTuple):
     end: gl.int32
     m: gl.int32  # the first of them
     first: gl.int32  # the key that it stands at: the last query stands at the last key
+    whole: gl.int32  # tiles that see everything, first in the list of a mask's row; without a mask, any number
+    skipped: gl.int32  # of these, how many are not gone over
     slope: gl.float32  # of their head; without slopes, any number
     bias: HeadBias  # from the first of them on; without a bias, any number
 
@@ -114,17 +116,42 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
             end = gl.maximum(end, begin + 1)
         full = gl.minimum(gl.maximum((full - origin) // BLOCK_N, begin + 1), end)
         low = gl.minimum(gl.maximum((every - origin + BLOCK_N - 1) // BLOCK_N, begin + 1), full)
-    if call.tiles is not None:  # every step may have a mask
+    whole = begin
+    skipped = begin
+    if call.tiles is not None:
         row = place.block * BLOCK_M // TILE
         tiles = row_list(call.tiles, place.row // call.schedule.heads, place.row % call.schedule.heads, row)
         begin = tiles.count * 0
-        end = tiles.count
-        if config.CAUSAL:
-            last = gl.minimum(seq.keys, place.block * BLOCK_M + BLOCK_M + seq.keys - seq.tokens + call.right)
-            end = place_in_list(tiles.listed, end, (last + TILE - 1) // TILE)
-        end = gl.maximum(end, 1) * (TILE // BLOCK_N)  # without any, one whose keys are hidden
         low = begin
-        full = begin
+        whole = tiles.whole
+        some = tiles.count - whole
+        skipped = begin
+        # Tiles that see everything, but are cut by the causal bound or the end of the keys, have a mask.
+        if config.CAUSAL:
+            first = place.block * BLOCK_M + seq.keys - seq.tokens + call.right
+            last = gl.minimum(seq.keys, first + BLOCK_M)
+            whole = place_in_list(tiles.listed, tiles.whole, (last + TILE - 1) // TILE)
+            some = place_in_list(tiles.listed + tiles.whole, some, (last + TILE - 1) // TILE)
+            reach = gl.maximum(gl.minimum(seq.keys, first + 1), 0)
+            full = place_in_list(tiles.listed, whole, reach // TILE)
+            skipped = gl.where(whole + some > 0, tiles.whole - whole, 0)
+        else:
+            full = whole
+            if (seq.keys % TILE > 0) & (whole > 0):
+                full -= (gl.load(tiles.listed + whole - 1) == seq.keys // TILE).to(gl.int32)
+        end = gl.maximum(whole + some, 1) * (TILE // BLOCK_N)  # without any, one whose keys are hidden
+        full *= TILE // BLOCK_N
+        if config.SPLIT:
+            steps = end
+            span = (steps + splits - 1) // splits
+            begin = gl.minimum(place.split * span, steps)
+            end = gl.minimum(begin + span, steps)
+            empty = begin == end  # of such a split one step, whose keys are hidden
+            seq = SeqLens(seq.tokens, gl.where(empty, 0, seq.keys))
+            begin = gl.where(empty, 0, begin)
+            end = gl.where(empty, 1, end)
+            low = begin
+        full = gl.minimum(gl.maximum(full, begin), end - 1)
     m = place.block * BLOCK_M + own * ROWS
     slope = call.scale  # no None, which Triton 3.6 returns in no tuple
     if call.alibi is not None:
@@ -134,7 +161,7 @@ def own_queries(place, own: gl.constexpr, kernel, config: gl.constexpr):
     if call.bias is not None:
         batch, head = place.row // call.schedule.heads, place.row % call.schedule.heads
         bias = bias_of_head(call.bias, batch, head, m, call.schedule, seq.keys)
-    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens, slope, bias)
+    return OwnQueries(seq, begin, low, full, end, m, m + seq.keys - seq.tokens, whole, skipped, slope, bias)
 
 
 @gluon.jit
@@ -159,8 +186,9 @@ def without_first_step(queries, call):
     else:
         begin += 1
     return OwnQueries(
-        queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first, queries.slope, queries.bias
-    )
+        queries.seq, begin, queries.low, queries.full, end, queries.m, queries.first, queries.whole, queries.skipped,
+        queries.slope, queries.bias,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -237,23 +265,16 @@ def visible(n, queries, call, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr, confi
 
 
 @gluon.jit
-def hide(logits, hidden, n, entry, queries, call, LAYOUT: gl.constexpr, config: gl.constexpr):
+def hide(logits, hidden, n, words, queries, call, LAYOUT: gl.constexpr, config: gl.constexpr):
     """Returns logits of keys ``n …``, ``hidden`` where 64 queries do not see them.
 
-    ``entry`` is that of a tile of a mask, or None.
+    ``words`` are those of a tile of a mask, or None.
     """
     BLOCK_N: gl.constexpr = logits.shape[1]
-    if call.tiles is None:
-        logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, hidden)
-    else:
-        reach = queries.seq.keys
-        if config.CAUSAL:
-            reach = gl.minimum(reach, queries.first + call.right + 1)
-        if (entry != EVERYTHING) | (n + BLOCK_N > reach):
-            logits = gl.where(visible(n, queries, call, BLOCK_N, LAYOUT, config), logits, hidden)
-            if entry != EVERYTHING:
-                logits = gl.where(are_seen(call.tiles, entry, queries.m, n, BLOCK_N, LAYOUT), logits, hidden)
-    return logits
+    seen = visible(n, queries, call, BLOCK_N, LAYOUT, config)
+    if words is not None:
+        seen = seen & are_seen(words, BLOCK_N, LAYOUT)
+    return gl.where(seen, logits, hidden)
 
 
 @gluon.jit

@@ -41,11 +41,11 @@ def exponent_base(softcap, dtype):
 @gluon.jit
 def softmax_step(
     logits, row_sum, row_max, n, queries, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr, config: gl.constexpr,
-    entry=None, added=None,
+    words=None, added=None,
 ):  # fmt: skip
     """Returns weights of a tile of keys ``n …``, row_sum and row_max with it, and the factor that rescales earlier sums.
 
-    With a base, nothing is rescaled. ``entry`` is that of a tile of a mask, or None.
+    With a base, nothing is rescaled. ``words`` are those of a tile of a mask, or None.
     """
     BLOCK_N: gl.constexpr = logits.shape[1]
     scale = call.scale
@@ -55,7 +55,7 @@ def softmax_step(
     if call.base is not None:
         weights = cap(logits, scale, call.softcap, call.base, True)
         if MASKED:
-            weights = hide(weights, 0.0, n, entry, queries, call, LAYOUT, config)
+            weights = hide(weights, 0.0, n, words, queries, call, LAYOUT, config)
         new_max = row_max
         rescale = row_max
         row_sum = row_sum + gl.sum(weights, 1)
@@ -70,7 +70,7 @@ def softmax_step(
             more = added.to(gl.float32)
             logits = gl.where(more == float("-inf"), more, logits * (scale / LOG2_E) + more)
         if MASKED:
-            logits = hide(logits, float("-inf"), n, entry, queries, call, LAYOUT, config)
+            logits = hide(logits, float("-inf"), n, words, queries, call, LAYOUT, config)
         if call.alibi is not None:
             first = queries.slope * (n - queries.first).to(gl.float32)
             weights, row_sum, new_max, rescale = update_from(logits, first, row_sum, row_max)

@@ -31,19 +31,20 @@ class TileMask(NamedTuple):
     """Tensors of a `BlockMask`, with the lists that a kernel goes over."""
 
     tiles: gl.tensor  # (B, H, R, C)
-    listed: gl.tensor  # (B, H, R, 1 + C), or (B, H, C, 1 + 2 R) where groups of warps own keys
+    listed: gl.tensor  # (B, H, R, 2 + 2 C), or (B, H, C, 1 + 2 R) where groups of warps own keys
     bits: gl.tensor  # (P, 128, 4)
     column_bits: gl.tensor  # (B, H, C, 4)
     sizes: TileMaskSizes
 
 
 class TileList(NamedTuple):
-    """The tiles of a row, or of a column, that see something."""
+    """The tiles of a row, or of a column, that see something. Of a row, those that see everything come first."""
 
     listed: gl.tensor
     entries: gl.tensor  # those of all tiles of the row or column
     stride: gl.int32  # from one of them to the next
     count: gl.int32
+    whole: gl.int32  # of a row: how many see everything
     column_bits: gl.tensor  # of all columns of the head
 
 
@@ -55,8 +56,9 @@ def row_list(mask, batch, head, row):
     at = of_head * sizes.rows + row
     first = at * sizes.columns
     seen = mask.column_bits + of_head * (sizes.columns * 4)
-    listed = mask.listed + at * (sizes.columns + 1)
-    return TileList(listed + 1, mask.tiles + first, row * 0 + 1, gl.load(listed), seen)
+    listed = mask.listed + at * (2 * sizes.columns + 2)
+    whole = listed + sizes.columns + 1
+    return TileList(whole + 1, mask.tiles + first, row * 0 + 1, gl.load(listed), gl.load(whole), seen)
 
 
 @gluon.jit
@@ -68,7 +70,7 @@ def column_list(mask, batch, head, column):
     first = of_head * sizes.rows * sizes.columns + column
     seen = mask.column_bits + of_head * (sizes.columns * 4)
     listed = mask.listed + at * (2 * sizes.rows + 1)
-    return TileList(listed + 1, mask.tiles + first, sizes.columns, gl.load(listed), seen)
+    return TileList(listed + 1, mask.tiles + first, sizes.columns, gl.load(listed), column * 0, seen)
 
 
 @gluon.jit
@@ -87,6 +89,15 @@ def place_in_list(listed, count, tile):
 def tiles_before_in_row(tiles, step, rows, BLOCK: gl.constexpr):
     """Returns how many tiles that see something come before that of a column's step in its row."""
     return gl.load(tiles.listed + rows + step // (TILE // BLOCK))
+
+
+@gluon.jit
+def key_at(tiles, step, queries, BLOCK: gl.constexpr):
+    """Returns the first key of a step of a row's list, in blocks."""
+    STEPS: gl.constexpr = TILE // BLOCK
+    place = step // STEPS
+    place += gl.where(place >= queries.whole, queries.skipped, 0)
+    return gl.load(tiles.listed + place) * TILE + step % STEPS * BLOCK
 
 
 @gluon.jit
@@ -115,16 +126,26 @@ def clear_unseen(tile, n, tiles):
 
 
 @gluon.jit
-def are_seen(mask, entry, m, n, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns which keys ``n …`` the 64 queries ``m …`` see in a tile with bits; none in one without."""
-    WORDS: gl.constexpr = BLOCK_N // 32
+def load_words(tiles, mask, m, n, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the words that say which keys ``n …`` the 64 queries ``m …`` see."""
+    entry = entry_at(tiles, n)
     query = m % TILE + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
     words = mask.bits + gl.maximum(entry, 0).to(gl.int64) * (TILE * 4) + n % TILE // 32
     there = (query >= 0) & (entry >= 0)
-    found = gl.load(words + query * 4, mask=there, other=0)[:, None] + gl.zeros_like(key)
-    for i in gl.static_range(1, WORDS):  # of each element the compiler knows which word it is of
-        found = gl.where(key // 32 == i, gl.load(words + query * 4 + i, mask=there, other=0)[:, None], found)
+    without = gl.where(entry == EVERYTHING, -1, 0) + query * 0
+    found = ()
+    for i in gl.static_range(BLOCK_N // 32):
+        found += (gl.load(words + query * 4 + i, mask=there, other=without),)
+    return found
+
+
+@gluon.jit
+def are_seen(words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns which keys of a tile 64 queries see by these words."""
+    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
+    found = words[0][:, None] + gl.zeros_like(key)
+    for i in gl.static_range(1, BLOCK_N // 32):  # of each element the compiler knows which word it is of
+        found = gl.where(key // 32 == i, words[i][:, None], found)
     return ((found >> (key % 32)) & 1) != 0
 
 

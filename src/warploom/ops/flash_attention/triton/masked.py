@@ -226,7 +226,7 @@ def masked_forward_kernel(
 ):  # fmt: skip
     """Attend with one tile of queries of one head: `forward_kernel` on listed tiles of keys.
 
-    ``tiles`` (B, H, R, C), ``listed`` (B, H, R, 1 + C), ``bits`` (P, 128, 4) and ``column_bits``
+    ``tiles`` (B, H, R, C), ``listed`` (B, H, R, 2 + 2 C), ``bits`` (P, 128, 4) and ``column_bits``
     (B, H, C, 4) are those of a mask.
     """
     heads, tokens, scale = sizes.heads, sizes.tokens, sizes.scale
@@ -250,7 +250,7 @@ def masked_forward_kernel(
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
         of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
-        listed += of_row * (masking_sizes.mask_columns + 1)
+        listed += of_row * (2 * masking_sizes.mask_columns + 2)
         tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptr = base_of(q, batch, m, head, strides.q, config.VEC)
@@ -359,7 +359,7 @@ def masked_query_kernel(
     mask = Mask(used_keys(seqused_k, batch, sizes.keys), sizes.left, sizes.right)
     if listed is not None:
         of_row = mask_row(batch, head, masking_sizes) * masking_sizes.mask_rows + m // 128
-        listed += of_row * (masking_sizes.mask_columns + 1)
+        listed += of_row * (2 * masking_sizes.mask_columns + 2)
         tiles += of_row * masking_sizes.mask_columns
     query = m + tl.arange(0, BLOCK_M)
     q_ptrs = base_of(q, batch, m, head, strides.q, config.VEC) + tile_offsets(
