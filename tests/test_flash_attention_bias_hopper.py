@@ -175,7 +175,8 @@ def test_axes_of_stride_zero_and_large_numbers(launched: list[str], device: torc
     assert found[-1].shape == (2, 2, 130, 144)
     for one, right in zip(found, exact):
         seen = right != -torch.inf
-        assert (one.double() - right)[seen].abs().max() <= 1e-2 * right[seen].abs().max(), right.shape
+        most = 1e-2 * right[seen].abs().max() + 1e-5  # where one key has all the weight, gradients of queries are 0
+        assert (one.double() - right)[seen].abs().max() <= most, right.shape
     assert {"hopper_forward_kernel", "hopper_biased_backward_kernel"} <= set(launched)
 
 
