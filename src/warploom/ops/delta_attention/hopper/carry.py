@@ -31,7 +31,7 @@ from warploom.device.hopper.pipeline import (
     wait_full,
 )
 from warploom.device.rows import StateStrides
-from warploom.ops.delta_attention.hopper.scan import BLOCK_E, state_pointers
+from warploom.ops.delta_attention.hopper.scan import BLOCK_E, publish, state_pointers
 from warploom.ops.delta_attention.triton.scan import find_sequence
 from warploom.ops.delta_attention.triton.tiles import DeltaSizes
 
@@ -116,19 +116,6 @@ def load_kept(kept, c, place, sizes, D: gl.constexpr, STATE: gl.constexpr, DECAY
 
 
 @gluon.jit
-def publish(held, number):
-    """Waits for what was stored before, after which what threads have written can be: see `store_out`.
-
-    The values before those of ``number`` have left then.
-    """
-    tma.store_wait(0)
-    fence_async_shared()
-    thread_barrier()
-    if number > 0:
-        mbarrier.arrive(held.taken.empty.index((number - 1) % VALUE_STAGES))
-
-
-@gluon.jit
 def carry_chunks(
     DECAY: gl.constexpr, out_desc, states_desc, updates_desc, kept, initial, final, initial_strides, final_strides, held,
     place, sizes,
@@ -178,7 +165,7 @@ def carry_chunks(
         else:
             values.store((own - update).to(dtype))
             state = warpgroup_mma_wait(0, deps=[state])
-        publish(held, c)
+        publish(held.taken.empty, c, VALUE_STAGES)
         mbarrier.arrive(held.empty.index(slot))
         if out_desc is not None:
             tma.async_copy_shared_to_global(out_desc, [b, h, c * BLOCK_T, column], held.taken.tiles.index(i))
@@ -251,7 +238,7 @@ def carry_back(
         state = warpgroup_mma(as_factor(-update, dtype, RESULT), matrix(held.rows[0], slot), state, is_async=True)
         values.store(update.to(dtype))
         state = warpgroup_mma_wait(0, deps=[state])
-        publish(held, i)
+        publish(held.taken.empty, i, VALUE_STAGES)
         mbarrier.arrive(held.empty.index(slot))
         tma.async_copy_shared_to_global(updates_desc, [of_chunks + c, h, 0, column], held.taken.tiles.index(j))
         tma.async_copy_shared_to_global(states_desc, [of_chunks + c, h, column, 0], held.states.index(i % 2))

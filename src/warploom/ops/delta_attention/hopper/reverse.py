@@ -27,23 +27,11 @@ from warploom.ops.delta_attention.hopper.scan import (
     copy_chunks,
     load_initial,
     load_whole,
+    publish,
     state_pointers,
 )
 from warploom.ops.delta_attention.triton.scan import find_sequence
 from warploom.ops.delta_attention.triton.tiles import DeltaSizes
-
-
-@gluon.jit
-def publish(chunks, number):
-    """Waits for what was stored before, after which what threads have written can be: see `store_out`.
-
-    The values before those of ``number`` have left then.
-    """
-    tma.store_wait(0)
-    fence_async_shared()
-    thread_barrier()
-    if number > 0:
-        mbarrier.arrive(chunks.v_empty.index((number - 1) % BACKWARD_VALUE_STAGES))
 
 
 @gluon.jit
@@ -92,7 +80,7 @@ def find_states(
         state = warpgroup_mma(given, k, state, is_async=True)
         v.store(update.to(dtype))
         state = warpgroup_mma_wait(0, deps=[state])
-        publish(chunks, c)
+        publish(chunks.v_empty, c, BACKWARD_VALUE_STAGES)
         mbarrier.arrive(chunks.empty.index(i))
         store_out(states_desc, updates_desc, chunks, c, c, place)
     tma.store_wait(0)
@@ -165,7 +153,7 @@ def find_state_gradients(
         state = warpgroup_mma(corrections, k, state, is_async=True)
         grads.store(rest.to(dtype))
         state = warpgroup_mma_wait(0, deps=[state])
-        publish(chunks, n)
+        publish(chunks.v_empty, n, BACKWARD_VALUE_STAGES)
         mbarrier.arrive(chunks.empty.index(i))
         store_out(states_desc, rests_desc, chunks, n, c, place)
     tma.store_wait(0)

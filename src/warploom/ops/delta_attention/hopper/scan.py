@@ -142,6 +142,19 @@ def allocate(q_desc, k_desc, v_desc, matrices_desc, states_desc):
 
 
 @gluon.jit
+def publish(empty, number, STAGES: gl.constexpr):
+    """Waits for what was stored before, after which what threads have written can be.
+
+    The tile before tile ``number`` of a ring has left then: its place, one of ``empty``, is free.
+    """
+    tma.store_wait(0)
+    fence_async_shared()
+    thread_barrier()
+    if number > 0:
+        mbarrier.arrive(empty.index((number - 1) % STAGES))
+
+
+@gluon.jit
 def multiply_chunks(
     DECAYS: gl.constexpr, out_desc, factors, initial, final, initial_strides, final_strides, chunks, place, sizes
 ):  # fmt: skip
